@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39871
+TOTAL = 39875
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
@@ -24,17 +24,17 @@ BUDGET = {
     "failover": 866,
     "health": 698,
     "jax": 440,
-    "kernels": 1951,
+    "kernels": 1953,
     "launch": 2303,
     "layout": 428,
     "library": 1622,
     "lightning": 692,
     "mpi": 1809,
-    "optim": 968,
+    "optim": 969,
     "planning": 2485,
     "problems": 952,
     "ps": 2266,
-    "rounds": 2391,
+    "rounds": 2392,
     "session": 1821,
     "snapshot": 717,
     "strategies": 441,

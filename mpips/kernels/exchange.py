@@ -27,6 +27,7 @@ RECENT = 8  # the running mean of gaps gives the last one a weight of 1 / RECENT
 PUSH, PIECE = range(2)  # words of an undo log that change as a push is applied
 HEADER = 10  # words of a push's header that the worker writes: see `mpips.transport.push`
 SEQ_BITS, WORKER_BITS, NUMBER_BITS = 40, 21, 28
+REPORT = 8  # numbers of a rank's report of a round
 
 
 @kernel()
@@ -286,6 +287,7 @@ def whole_round(step: Kernel) -> Kernel:
     First the loop takes the arguments that stay the same from round to round:
 
     - `words`, `polls`, `reports` and `sums`: those of `mpips.kernels.atomics.meet_and_add`;
+    - `report`: gets this rank's report, which other ranks read; one of `reports`;
     - `seconds`: gets the time spent at the barriers, also in a call before with `met` = 0, and the
       time spent in the update; shape (2,), dtype float64;
     - parameters, state vectors, and `rows`, `begin` and `buffer` of `summed`.
@@ -295,21 +297,24 @@ def whole_round(step: Kernel) -> Kernel:
     - `weights`: those of the rows;
     - `turn`: number of the first barrier; the second one has the next number;
     - `met`: whether all ranks have met at the first barrier in an earlier call;
-    - each rate as a float64.
+    - each rate, and each number of the report, as a float64.
 
     The loop returns how many of the two barriers all ranks have reached. With 0 nothing is updated
     yet.
     """
     s, r = several("s{}", states_of(step)), several("r{}", len(rates_of(step)))
+    m = several("m{}", REPORT)
     text = f"""
 def loop(
-    words: Vector, polls: int, reports: Vector, sums: Vector, seconds: Vector, params: Vector,
-    {s:?: Vector, }rows: Vector, begin: int, buffer: Vector, weights: Vector, turn: int, met: int,
-    {r:?: float, }
+    words: Vector, polls: int, reports: Vector, sums: Vector, report: Vector, seconds: Vector,
+    params: Vector, {s:?: Vector, }rows: Vector, begin: int, buffer: Vector, weights: Vector,
+    turn: int, met: int, {r:?: float, }{m:?: float, }
 ) -> int:
-    if seconds.size != 2:
-        raise ValueError("{step.name}: two times are expected")
+    if seconds.size != 2 or report.size != {REPORT}:
+        raise ValueError("{step.name}: two times and a report are expected")
     start = now_ns()
+    if not met:
+        {several("report[{}]", REPORT):?, } = {m:?, }
     reached = met != 0 or meet_and_add(words, turn, polls, reports, sums)
     here = now_ns()
     seconds[0] = 1e-9 * (here - start) + (seconds[0] if met else 0.0)

@@ -163,18 +163,16 @@ def _fused(step: Kernel, count: int) -> Kernel:
 
     Args:
         step: The step.
-        count: Number of vectors. Of three the first is a partial sum, and its weight is ignored.
+        count: Number of vectors.
     """
     states, rates = _counts(step)
     s, r, v = several("s{}", states), several("r{}", rates), several("v{}", count)
-    terms = [f"real(of_{name}) * {name}[i]" for name in v]
-    first = "v0[i]" if count == 3 else f"real(0) + {terms[0]}"
     text = f"""
 def loop(params: Vector, {s:?: Vector, }{v:?: Vector, of_?: float, }{r:?: float, }) -> None:
     real = params.dtype.type
     {r:? = real(?); }
     for i in range(params.size):
-        grad = {" + ".join([first, *terms[1:]])}
+        grad = real(0){v: + real(of_?) * ?[i]}
         params[i], {s:?[i], } = step(params[i], grad, {s:?[i], }{r:?, })
 """
     return loop_of(f"{step.name}_fused", text, step=step)

@@ -115,9 +115,10 @@ def warm(rule: Rule, dtype: np.typing.DTypeLike, rounds: bool = False) -> None:
     else:
         total = Sum(addresses, np.ones(1), 0, np.ones(1, dtype))
         rule.apply_sum(params, total, tuple(slots), 1, 0.1)
-        barriers = ours, 0, ours[:0], np.zeros(1), np.zeros(2)
+        report = np.zeros(exchange.REPORT)
+        barriers = ours, 0, ours[:0], report.copy(), report, np.zeros(2)
         args = params, *slots, addresses, 0, grad, np.ones(1), 2, 0, *rule.scalars(1, 0.1)
-        rule.round_loop(*barriers, *args)
+        rule.round_loop(*barriers, *args, *report)
 
 
 def schedule(

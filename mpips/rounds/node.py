@@ -57,7 +57,8 @@ class NodeBarrier:
         self._begun = 0
         # A rank that yields its core may get it back late, while other nodes wait for this rank.
         self._looks = LOOKS if cluster.ranks_per_core <= 1 else 1 if cluster.nodes == 1 else 0
-        self._report = view(cluster.rank, "report").data
+        self._own = view(cluster.rank, "report")
+        self._report = self._own.data
         self._reports = addresses_of([view(r, "report") for r in cluster.my_node])
         self.sums, self._seconds = np.zeros(8), np.zeros(2)
         self._agreed = (view(leader, "agreed") if cluster.nodes > 1 else self.sums).data
@@ -126,16 +127,15 @@ class NodeBarrier:
             A function of this rank's report, the weights of the gradients, and the rates of the
             rule's step. It returns the sum of all reports.
         """
-        barriers = self._words, self._looks, self._reports, self.sums, self._seconds
+        barriers = self._words, self._looks, self._reports, self.sums, self._own, self._seconds
         bound = partial(loop, *barriers, *args)
 
         def run(report: Report, weights: np.ndarray, rates: Iterable[float]) -> Report:
-            REPORT.pack_into(self._report, 0, *report)
             self._turn = turn = self._turn + 1
-            reached = bound(weights, turn, 0, *rates)
+            reached = bound(weights, turn, 0, *rates, *report)
             if not reached:
                 self._look_on(meet_and_add, self._reports, self.sums)
-                reached = bound(weights, turn, 1, *rates)
+                reached = bound(weights, turn, 1, *rates, *report)
             self._turn += 1
             waited_s, busy_s = self._seconds.tolist()
             self._transfers.waited_s += waited_s
@@ -162,6 +162,7 @@ class NodeBarrier:
     def free(self) -> None:
         """Drop the views of the window; may be called twice."""
         self.recover = None
+        self._own = np.zeros(0)
         self._report = self._agreed = memoryview(b"")
 
 

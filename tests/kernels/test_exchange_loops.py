@@ -176,13 +176,14 @@ def test_words_are_waited_for() -> None:
 
 
 def test_a_round_goes_as_far_as_the_others_have_come() -> None:
-    turns, reports, sums = np.zeros((2, 8), np.int64), np.arange(6.0).reshape(2, 3), np.zeros(3)
+    turns, reports, sums = np.zeros((2, 8), np.int64), np.arange(16.0).reshape(2, 8), np.zeros(8)
     params, grads, seconds = np.ones(9), np.arange(18.0).reshape(2, 9), np.zeros(2)
 
     def loop(turn: int, met: int) -> int:
         return whole_round(update_rules.sgd)(
-            addresses_of(turns), 0, addresses_of(reports), sums, seconds, params[2:],
+            addresses_of(turns), 0, addresses_of(reports), sums, reports[0], seconds, params[2:],
             addresses_of(grads), 2, np.zeros(4), np.array([0.5, 0.25]), turn, met, 0.5, 0.0,
+            *range(1, 9),
         )  # fmt: skip
 
     assert loop(1, met=0) == 0
@@ -193,7 +194,7 @@ def test_a_round_goes_as_far_as_the_others_have_come() -> None:
     assert loop(1, met=0) == 1  # the other has not come to the second barrier
     want = 1 - 0.5 * (0.5 * grads[0] + 0.25 * grads[1])
     assert params.tolist() == [1, 1, *want[2:]]
-    assert sums.tolist() == [3, 5, 7]
+    assert sums.tolist() == [1 + 8 + 2 * k for k in range(8)]
     assert turns[0, 0] == 2
     turns[1, 0], before = 4, seconds.copy()
     assert loop(3, met=1) == 2
@@ -204,13 +205,13 @@ def test_a_round_goes_as_far_as_the_others_have_come() -> None:
 
 
 def test_a_round_whose_arguments_do_not_fit_says_so() -> None:
-    turns, sums, params = np.zeros(8, np.int64), np.zeros(3), np.ones(9, "f4")
+    turns, sums, params = np.zeros(8, np.int64), np.zeros(8), np.ones(9, "f4")
     loop = whole_round(update_rules.momentum)
     for slot, buffer, weights in ((8, 4, 1), (9, 0, 1), (9, 4, 2)):
         with pytest.raises(ValueError, match="weights and a buffer are expected"):
             loop(
-                addresses_of([turns]), 0, addresses_of([sums]), sums, np.zeros(2), params,
+                addresses_of([turns]), 0, addresses_of([sums]), sums, sums, np.zeros(2), params,
                 np.ones(slot, "f4"), addresses_of([params]), 0, np.zeros(buffer, "f4"),
-                np.ones(weights), 1, 0, 0.5, 0.9, 0.0,
+                np.ones(weights), 1, 0, 0.5, 0.9, 0.0, *sums,
             )  # fmt: skip
     assert (params == 1).all()

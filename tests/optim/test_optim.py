@@ -340,9 +340,10 @@ vectors.copy_finite(w[:5], g[5:10]) and vectors.all_finite(v)
 rule.apply(w[7:], g[7:], (m[7:], v[7:]), 5, optim.schedule("constant", 0.1, total_steps=9)(5))
 total = optim.Sum(np.array([g.ctypes.data]), np.ones(1), 3, np.empty(2, "f4"))
 rule.apply_sum(w[7:], total, (m[7:], v[7:]), 6, 0.1)
-barriers = ours, 10_000, np.array([words.ctypes.data]), np.zeros(8), np.zeros(2)
+report = memory[3000:].view("f8")[:8]
+barriers = ours, 10_000, np.array([report.ctypes.data]), np.zeros(8), report, np.zeros(2)
 arrays = w[7:], m[7:], v[7:], total.rows, total.begin, total.block
-rule.round_loop(*barriers, *arrays, np.full(2, 0.5)[:1], 7, 0, *rule.scalars(7, 0.1))
+rule.round_loop(*barriers, *arrays, np.full(2, 0.5)[:1], 7, 0, *rule.scalars(7, 0.1), *range(8))
 assert before == {k: len(v.variants) for k, v in loops.items()}
 assert sum(map(bool, before.values())) == 14
 """
