@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpips.config.command_line import load
-from mpips.errors import unknown
+from mpips.errors import UserError, unknown
+from mpips.launch import mpirun
 from mpips.layout.roles import assign, with_spares
 from tests.chaos import counting
 from tests.chaos.plan import Fault
@@ -75,12 +76,18 @@ COMMON = f"""
 
 
 def parse_modes(text: str) -> list[str]:
-    """Return the names of built-in jobs in a list with commas; ``all`` for each."""
+    """Return the names of built-in jobs in a list with commas; ``all`` for each that can run."""
     names = list(MODES) if text == "all" else text.split(",")
     for name in names:
         if name not in MODES:
             raise unknown("built-in job", name, MODES)
-    return names
+    shrunk = [name for name in names if name in SHRUNK]
+    if not shrunk or mpirun.survivors_launcher():
+        return names
+    if text != "all":
+        got = f"built-in job {shrunk[0]!r} where this MPI ends all ranks"
+        raise UserError(got, "a job without 'shrink'", "take Open MPI, or leave it out")
+    return [name for name in names if name not in shrunk]
 
 
 def job(

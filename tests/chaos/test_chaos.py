@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from launch import python
 
-from tests.chaos.builtin import INVARIANT, MODES
+from mpips.errors import UserError
+from mpips.launch import mpirun
+from tests.chaos.builtin import INVARIANT, MODES, SHRUNK, parse_modes
 from tests.chaos.hosts import missing
 from tests.chaos.plan import draw
 
@@ -75,6 +77,17 @@ def test_each_mode_has_its_mpi() -> None:
             faults = [fault for k in range(count) for fault in draw(seed + k, FAULTS, 2)]
             assert len({fault.name for fault in faults}) >= kinds
             assert len({fault.moment for fault in faults}) == 3
+
+
+def test_jobs_that_go_on_take_an_mpi_that_does() -> None:
+    """Where MPI ends all ranks, they are refused by name, and are not among all jobs."""
+    if mpirun.survivors_launcher():
+        assert parse_modes("sync,sync-shrink") == ["sync", "sync-shrink"]
+        assert parse_modes("all") == [*MODES]
+        return
+    with pytest.raises(UserError, match="job 'sync-shrink' where this MPI ends all ranks"):
+        parse_modes("sync,sync-shrink")
+    assert parse_modes("all") == [name for name in MODES if name not in SHRUNK]
 
 
 @pytest.mark.long

@@ -81,6 +81,12 @@ def test_memory_orders():
     assert re.search(r"store atomic i64 [^\n]* release, align 8\s+fence seq_cst", code)
     code = llvm(observe, np.zeros(1, np.int64), 0)
     assert re.search(r"fence acquire\s+[^\n]*load atomic i64, [^\n]* acquire, align 8", code)
+    ordered = loop_of("ordered", "def loop(x: Vector) -> None:\n    store_ordered(x, 0, 1)\n")
+    code = llvm(ordered, np.zeros(1, np.int64))
+    assert re.search(r"store atomic i64 [^\n]* release, align 8\s+fence release", code)
+    code = llvm(meet, np.zeros(1, np.int64), 1, 1)
+    assert re.search(r"store atomic i64 %arg.turn,[^\n]* release, align 8", code)
+    assert re.search(r"load atomic i64, [^\n]* acquire, align 8", code)
 
 
 def test_what_is_ahead_is_found_in_turn_and_within_limits():
