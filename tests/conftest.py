@@ -35,7 +35,7 @@ LONGEST = [  # each of half a minute or more, if with its long tests, the longes
         *("problems/test_sparse_problems", "doctor/test_doctor", "launching/test_supervise"),
         *("snapshot/test_storage", "slurm/test_slurm_shell", "strategies/test_convergence"),
         *("matrix/test_codecs", "optim/test_own_rules", "pytorch/test_processes"),
-        *("config/test_command_line", "launching/test_elastic", "launching/test_remote_execution"),
+        *("config/test_command_line", "launching/test_remote_execution"),
     )
 ]
 PROCESSES = 4  # at most: each may run a job of 8 ranks, and no file can be shared out

@@ -17,6 +17,7 @@ import pytest
 from launch import environment, executable
 
 from mpips.checkpoint.run_folder import METRICS
+from mpips.launch import __main__ as command
 from mpips.launch import heartbeat, placement, remote_execution
 from mpips.launch.heartbeat import Terms
 from mpips.launch.hosts import Host, find_hosts
@@ -349,3 +350,17 @@ def test_a_move_that_does_not_start_is_taken_back() -> None:
         place.settle(False, [], [])
     assert place.choose(never) == ""
     assert place.ranks == 4
+
+
+def test_hosts_that_do_not_answer_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the first start, before any rank."""
+    monkeypatch.chdir(tmp_path)
+    rsh = executable(tmp_path / "rsh", '#!/bin/sh\necho "no route" >&2\nexit 255\n')
+    for more, least in ([], 4), (["--elastic"], 1):
+        words = ["--hosts", "east:2,west:2", *more, "--rsh", str(rsh), "--"]
+        assert command.main(words) == 2
+        told = f"mpips: hosts for 0 ranks, of {least} at least: east: no route; west: no route, exp"
+        assert told in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [rsh]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launch import ROOT, Running, ends_soon, shown, until
+from launch import ROOT, Running, ends_soon, executable, shown, until
 from runs import (
     COUNTING,
     ENDLESS,
@@ -31,6 +31,7 @@ from supervised import N, Supervised, counting_words
 from mpips.launch import mpirun
 from mpips.launch.heartbeat import Terms
 from mpips.launch.watch import Heartbeats
+from tests.chaos.hosts import RSH, crash, give_an_address, missing, revive
 
 pytestmark = pytest.mark.launch
 LEFT_OUT, TAKEN_OVER = "has died; its", "server 0 has taken its shard over"
@@ -524,3 +525,53 @@ def test_ranks_of_other_hosts_are_asked_through_mpirun(tmp_path: Path) -> None:
         told = job.ask_for_stacks(w.process.pid, 20)
     assert "does not answer" not in told
     assert told.count("in wait_for_ever") == told.count("in wait_for_others") == 1
+
+
+MOVE = re.compile(
+    "answering again: west; on 4 ranks instead of 2 the run would end about [0-9]{3,} s earlier, "
+    "a restart costs [0-9]+ s: saving to move there"
+)
+ROW = re.compile(r"^ +\d+ +\d+  (\S+) +(?:server|worker) \d+ ", re.M)  # of a rank, at a start
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(missing()), reason="namespaces take root")
+def test_a_host_is_gone_and_returns(tmp_path: Path) -> None:
+    """The job goes on without it, and moves to it when it is back; each batch counts once."""
+    give_an_address()
+    (tmp_path / "hosts").mkdir()
+    rsh = executable(tmp_path / "hosts" / "rsh", RSH)
+    out, words = tmp_path / "out", counting_words(tmp_path, ENDLESS, "--servers", "2")
+    mine = platform.node()
+    options = ["--hosts", f"{mine}:2,west:2", "--elastic", "--rsh", str(rsh), "--timeout", "30"]
+
+    def restarted(job: Supervised) -> list[int]:
+        starts = starts_of(out)
+        job.wait_for(lambda: starts_of(out) > starts)
+        return job.wait_for_training(out, starts + 1)
+
+    with Supervised(tmp_path, 4, words, *options) as job:
+        assert len(job.wait_for_training(out, 1)) == 4
+        if mpirun.is_open_mpi():
+            os.kill(job.ranks()[3], signal.SIGSTOP)
+            job.wait_for(lambda: "(rank 3 on west) has died; its " in job.output)
+            assert starts_of(out) == 1
+        crash(rsh, "west")
+        assert len(restarted(job)) == 2
+        assert f"2 of 4 ranks on {mine}:2 (west: no route to west) --servers=1" in job.output
+        revive(rsh, "west")
+        assert len(restarted(job)) == 4
+        job.process.send_signal(signal.SIGTERM)
+        told = job.wait(SAVED)
+    (move,) = MOVE.finditer(told)
+    assert "starting again" not in told[move.end() :]
+    assert told.count(f"4 of 4 ranks on {mine}:2,west:2") == 1
+    again = "starts again from its newest checkpoint: "
+    counts = {"checkpoint: this MPI ends all ranks\n": 3}
+    if mpirun.is_open_mpi():
+        counts = {"if a worker dies, the others go on without it; if ": 3}
+        counts |= {f"{again}each is alone on its node\n": 2, f"{again}it is the only one\n": 1}
+    assert {text: told.count(text) for text in counts} == counts
+    all_of_them = [mine, mine, "west", "west"]
+    assert ROW.findall(told) == [*all_of_them, mine, mine, *all_of_them]
+    assert_counts(newest(out), N)
