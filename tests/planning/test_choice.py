@@ -75,13 +75,6 @@ def test_the_ranks_of_a_node_share_the_work_of_a_round() -> None:
     assert pair(choose(where, speeds(SLOW, 2), ALL, ALL)) == ("int8", "int8")
 
 
-@pytest.mark.parametrize("node_of", [[0, 1], [0, 0, 1, 1], [0, 1, 2, 3]])
-def test_a_slow_link_is_worth_the_smallest_messages(node_of: list[int]) -> None:
-    found = choose(case(node_of), speeds(SLOW, max(node_of) + 1), ALL, ALL)
-    assert pair(found) == ("int8", "int8")
-    assert found.predicted["int8", "int8"] < 0.3 * found.predicted["none", "none"]
-
-
 def test_a_fast_link_and_one_node_are_worth_none_and_a_given_option_stays() -> None:
     assert pair(choose(case([0, 1]), speeds(100e9, 2), ALL, ALL)) == ("none", "none")
     assert pair(choose(case([0, 0, 0]), speeds(SLOW, 1), ALL, ALL)) == ("none", "none")

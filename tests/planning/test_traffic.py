@@ -44,16 +44,6 @@ def each_way(found: Case) -> list[tuple[float, float]]:
     return [tuple(way) for way in flows(found).sum(axis=(1, 2)).tolist()]
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5, 6])
-def test_a_round_is_the_best_allreduce(n: int) -> None:
-    """2 (n - 1) M / n each way, with one rank a node or with several."""
-    expected = 2 * (n - 1) * M / n
-    for ranks in (1, 2):
-        found = case("sync", [node for node in range(n) for _ in range(ranks)], 0)
-        assert each_way(found) == [(expected, expected)] * n
-        assert link_s(found, 1.0) == expected
-
-
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_plain_allreduce_carries_the_broadcasts_too(n: int) -> None:
     found = case("sync", list(range(n)), 0, allreduce=True)
@@ -64,7 +54,10 @@ def test_plain_allreduce_carries_the_broadcasts_too(n: int) -> None:
     assert (apart > 0).tolist() == [[False, True], *[[True, False]] * n]  # by role
 
 
-@pytest.mark.parametrize(("n", "k"), [(2, 1), (2, 2), (3, 1), (3, 3), (4, 2), (6, 3), (5, 4)])
+ROUNDS = [(2, 0), (3, 0), (6, 0), (2, 1), (2, 2), (3, 1), (3, 3), (4, 2), (6, 3), (5, 4)]
+
+
+@pytest.mark.parametrize(("n", "k"), ROUNDS)
 def test_nodes_without_workers_shorten_rounds(n: int, k: int) -> None:
     """2 n (n - 1) / (n^2 + k n - 2 k) each way on all links (Jiang et al., OSDI 2020)."""
     config = resolve({"mode": "sync", "server_ranks": tuple(range(n, n + k))})
@@ -77,8 +70,6 @@ def test_nodes_without_workers_shorten_rounds(n: int, k: int) -> None:
     assert each_way(found) == [pytest.approx((each, each), rel=1e-4) for each in busy]
     roles = flows(found).sum(axis=(2, 3))
     assert (roles > 0).tolist() == [[True, False]] * n + [[False, n > 2]] * k
-    alone = case_of(resolve({"mode": "sync"}), Topology(["host"] * n, node_of[:n], 10_000_000, 1e9))
-    assert link_s(found, 1.0) <= 1.0001 * link_s(alone, 1.0)
 
 
 def worlds(mode: str) -> st.SearchStrategy[Case]:
@@ -163,12 +154,3 @@ def test_rounds_add_up_and_served_modes_overlap() -> None:
     assert pull_s(served, M) == 1
     ahead = dataclasses.replace(served, prefetch=True)
     assert (pull_s(ahead, M), step_s(ahead, M, 3.0)) == (0, 3)
-
-
-@PATIENT
-@given(worlds("async") | worlds("sync"), st.floats(0, 10))
-def test_a_step_is_no_shorter_than_its_parts(found: Case, compute_s: float) -> None:
-    took = step_s(found, 1e6, compute_s)
-    assert took >= max(compute_s, link_s(found, 1e6))
-    assert step_s(found, 2e6, compute_s) <= took
-    assert step_s(dataclasses.replace(found, every=2), 1e6, compute_s) <= took
