@@ -23,9 +23,8 @@ def one_node(mode: str, world: int, servers: int | None = None) -> Roles:
     return assign(mode, ["host"] * world, [0] * world, servers)
 
 
-@pytest.mark.parametrize(
-    ("mode", "world", "servers", "expected"),
-    [
+def test_table() -> None:
+    for mode, world, servers, expected in (
         ("async", 2, None, (0,)),
         ("async", 7, None, (0,)),
         ("async", 8, None, (0, 1)),
@@ -45,17 +44,15 @@ def one_node(mode: str, world: int, servers: int | None = None) -> Roles:
         ("sync", 8, -1, "servers >= 0"),
         ("async", 8, 8, "^servers=8 leaves no worker in a world of 8, expected servers <= 7; use "),
         ("sync", 1, 1, "servers <= 0"),
-    ],
-)
-def test_table(mode: str, world: int, servers: int | None, expected: tuple[int, ...] | str) -> None:
-    if isinstance(expected, str):
-        with pytest.raises(UserError, match=expected):
-            one_node(mode, world, servers)
-        return
-    roles = one_node(mode, world, servers)
-    assert roles.servers == expected
-    assert roles.workers == tuple(r for r in range(world) if r not in expected)
-    assert roles.owners == (expected or roles.workers)
+    ):
+        if isinstance(expected, str):
+            with pytest.raises(UserError, match=expected):
+                one_node(mode, world, servers)
+            continue
+        roles = one_node(mode, world, servers)
+        assert roles.servers == expected
+        assert roles.workers == tuple(r for r in range(world) if r not in expected)
+        assert roles.owners == (expected or roles.workers)
 
 
 @settings(deadline=None)
@@ -168,15 +165,12 @@ def divided(n: int, k: int, ranks: int = 1, **options: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize(
-    ("n", "k", "each", "spare"),
-    [(2, 1, 1 / 2, 0), (4, 2, 1 / 10, 3 / 10), (3, 1, 1 / 5, 2 / 5), (8, 2, 6 / 76, 14 / 76),
-     (2, 2, 1 / 2, 0), (3, 3, 0, 1 / 3), (3, 5, 0, 1 / 5), (1, 2, 1, 0)],
-)  # fmt: skip
-def test_nodes_without_workers_own_what_shortens_rounds(
-    n: int, k: int, each: float, spare: float, ranks: int
-) -> None:
-    assert divided(n, k, ranks) == pytest.approx([each] * n + [spare] * k)
+def test_nodes_without_workers_own_what_shortens_rounds(ranks: int) -> None:
+    for n, k, each, spare in (
+        *((2, 1, 1 / 2, 0), (4, 2, 1 / 10, 3 / 10), (3, 1, 1 / 5, 2 / 5), (8, 2, 6 / 76, 14 / 76)),
+        *((2, 2, 1 / 2, 0), (3, 3, 0, 1 / 3), (3, 5, 0, 1 / 5), (1, 2, 1, 0)),
+    ):
+        assert divided(n, k, ranks) == pytest.approx([each] * n + [spare] * k)
 
 
 def test_servers_own_nothing_where_results_come_after_all_sums() -> None:
@@ -184,19 +178,18 @@ def test_servers_own_nothing_where_results_come_after_all_sums() -> None:
         assert divided(4, 2, **options) == pytest.approx([1 / 4] * 4 + [0] * 2), options
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"mode": "async"}, {"mode": "hybrid"}, {"reduce": "allreduce"}, {"codec": "powersgd"},
-     {"backup_workers": 1}, {"mode": "local_sgd"}, {"server_ranks": (0, 5)}],
-    ids=str,
-)  # fmt: skip
-def test_only_rounds_in_slices_are_divided(options: dict[str, Any]) -> None:
-    config = resolve({"mode": "sync", "server_ranks": (4, 5), **options})
-    node_of = [0, 0, 1, 1, 2, 2]
-    roles = with_portions(roles_of(config, ["host"] * 6, node_of), config, node_of)
-    assert bool(roles.portions) == (config.mode == "local_sgd")
-    assert roles.owners == (roles.servers + roles.workers if roles.portions else roles.servers)
-    assert with_portions(roles, config, node_of, tables=True).owners == roles.servers
+def test_only_rounds_in_slices_are_divided() -> None:
+    for options in (
+        *({"mode": mode} for mode in ("async", "hybrid", "local_sgd")),
+        *({"reduce": "allreduce"}, {"codec": "powersgd"}, {"backup_workers": 1}),
+        {"server_ranks": (0, 5)},
+    ):
+        config = resolve({"mode": "sync", "server_ranks": (4, 5), **options})
+        node_of = [0, 0, 1, 1, 2, 2]
+        roles = with_portions(roles_of(config, ["host"] * 6, node_of), config, node_of)
+        assert bool(roles.portions) == (config.mode == "local_sgd"), options
+        assert roles.owners == (roles.servers + roles.workers if roles.portions else roles.servers)
+        assert with_portions(roles, config, node_of, tables=True).owners == roles.servers
 
 
 def test_unequal_portions_begin_on_cache_lines() -> None:

@@ -1,4 +1,4 @@
-"""What a problem gives back is checked before it is used: `mpips.problems.evaluation`."""
+"""What a problem gives back is checked before it is used; gradients of batches are added."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -7,11 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from references import TOLERANCE
 
+from mpips.config import Config
+from mpips.datasets import open_dataset
+from mpips.datasets.loader import Loader
+from mpips.datasets.order import Order
 from mpips.errors import UserError
 from mpips.layout import Layout
-from mpips.problems import evaluation
-from mpips.problems.accumulate import Accumulator, follow
+from mpips.problems import evaluation, load_problem
+from mpips.problems.accumulate import Accumulator, follow, submit, taken
+from mpips.problems.base import initial_vector
 from mpips.problems.evaluation import (
     checked_loss,
     checked_metrics,
@@ -25,10 +31,8 @@ AUC: dict[bool, dict[str, float]] = {False: {}, True: {"auc": 0.5}}
 Write = Callable[[Mapping[str, np.ndarray]], Any]
 
 
-def first_gradient(
-    problem: Any, n_test: int = 0, target: float = 0.0, size: int = 1
-) -> tuple[float, np.ndarray]:
-    """Have a problem compute the first gradient of a worker; return its loss and the vector."""
+def first_loss(problem: Any, n_test: int = 0, target: float = 0.0, size: int = 1) -> float:
+    """Have a problem compute the first gradient of a worker; return its loss."""
     held_out = SimpleNamespace(load=lambda begin, end, dtype: (np.arange(begin, end), None))
     job: Any = SimpleNamespace(
         problem=problem, layout=LAYOUT, info=SimpleNamespace(n_test=n_test),
@@ -37,7 +41,7 @@ def first_gradient(
     )  # fmt: skip
     flat = np.zeros(LAYOUT.size, "f4")
     tasks = Accumulator(job).gradient({}, [range(size)], size, dict(LAYOUT.views(flat)), flat)
-    return follow(problem, tasks), flat
+    return follow(problem, tasks)
 
 
 def problem_of(write: Write, loss: Any = 0.5, **more: Any) -> Any:
@@ -59,10 +63,10 @@ def test_evaluate_is_tried_where_samples_are_held_out(target: float, n_test: int
         return {"loss": 1.0}
 
     problem = problem_of(whole, 1.0, evaluate=evaluate)
-    assert first_gradient(problem, n_test, target, 3)[0] == 1.0
+    assert first_loss(problem, n_test, target, 3) == 1.0
     assert calls == [[0, 1, 2]] * (n_test > 0), "as many as a batch has"
     with pytest.raises(UserError, match="evaluate gives loss, expected 'accuracy' as well"):
-        first_gradient(problem, 5, 0.9, 3)
+        first_loss(problem, 5, 0.9, 3)
 
 
 def whole(out: Mapping[str, np.ndarray]) -> None:
@@ -83,8 +87,8 @@ def partly(out: Mapping[str, np.ndarray]) -> None:
 @pytest.mark.parametrize(("write", "name"), [(rebound, "w"), (partly, "b")])
 def test_a_gradient_that_is_not_written_is_refused(write: Write, name: str) -> None:
     with pytest.raises(UserError, match=rf"left NaN in out\['{name}'\].*write in place"):
-        first_gradient(problem_of(write))
-    assert math.isnan(first_gradient(problem_of(partly, math.nan))[0]), "it is left to the run"
+        first_loss(problem_of(write))
+    assert math.isnan(first_loss(problem_of(partly, math.nan))), "it is left to the run"
 
 
 def test_losses_and_metrics_are_numbers_with_a_loss_among_them() -> None:
@@ -145,3 +149,30 @@ def test_a_metric_of_some_ranks_is_named() -> None:
 def test_evaluations_are_where_an_uninterrupted_run_has_them() -> None:
     assert [next_evaluation(epoch, 0.5) for epoch in (0, 0.4, 0.5, 1.7)] == [0.5, 0.5, 1.0, 2.0]
     assert next_evaluation(3.0, 0) == math.inf
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("size", "accumulate"), [(8, 4), (7, 3), (1, 5), (32, 1)])
+def test_gradient_is_that_of_one_large_batch(dtype: str, size: int, accumulate: int) -> None:
+    """Of every length up to twice the full one, as of a run in rounds resumed in another mode."""
+    config = Config(dtype=dtype, batch_size=size, accumulate=accumulate, hidden=(9,))
+    data = open_dataset(config)
+    problem = load_problem(config.problem, data.info, config)
+    parts = {"config": config, "layout": problem.layout, "problem": problem, "info": data.info}
+    parts["dataset"] = data
+    job: Any = SimpleNamespace(**parts, dtype=np.dtype(dtype), delay=1.0, rows=None)
+    accumulator, norm = Accumulator(job), np.linalg.norm
+    params = problem.layout.views(initial_vector(problem, 0, job.dtype))
+    flat, whole = np.zeros(problem.layout.size, dtype), np.zeros(problem.layout.size, dtype)
+    out, expected = problem.layout.views(flat), problem.layout.views(whole)
+    with Loader(data.train, Order(data.train.n, size, 0, 0), dtype) as loader:
+        for end in range(1, 2 * config.step_size + 1):
+            submit(job, loader, (0, 0, end))
+            batches = taken(job, loader, (0, 0, end))
+            loss = follow(problem, accumulator.gradient(params, batches, end, out, flat))
+            assert loader.pending == 0
+            loader.submit(0, 0, end)
+            alone = problem.loss_and_grad(params, loader.take(), expected)
+            assert loss == pytest.approx(alone, rel=TOLERANCE[dtype])
+            assert norm(flat - whole) <= TOLERANCE[dtype] * norm(whole), end
+    assert accumulator.compute_s > 0
