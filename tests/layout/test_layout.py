@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpips.errors import UserError
-from mpips.layout import CACHE_LINE_BYTES, Layout, Shard, cut
+from mpips.layout import CACHE_LINE_BYTES, Layout, Shard, check_alike, cut
 from mpips.layout.tables import Table
 from mpips.problems.rows import tables_of_problem
 
@@ -84,6 +84,17 @@ def test_tables_lie_beside_the_vector() -> None:
     assert layout != Layout.of({"w": (2,)})
     assert Layout.of({"w": (2,)}).tables == {}
     assert Layout.from_json(layout.to_json()) == Layout.of({"w": (2,)})
+
+
+def test_layouts_of_all_ranks_are_alike() -> None:
+    first, table = Layout.of({"w": (2,)}), {"item": Table(rows=10, dim=3)}
+    check_alike([first, Layout.of({"w": (2,)})])
+    for other, told in (
+        (Layout.of({"w": (3,)}), r"params {'w': \(3,\)} on rank 1, expected names and shapes as"),
+        (Layout.of({"w": (2,)}, tables=table), "tables .*rows=10.* on rank 1, expected {}, as on"),
+    ):
+        with pytest.raises(UserError, match=told):
+            check_alike([first, other])
 
 
 def test_a_problem_has_its_tables_in_one_place() -> None:

@@ -48,13 +48,6 @@ class Means:
     def evaluate_rows(self, params, rows, batch):
         error = rows.pull("mean", batch.x.indices)[:, 0] - batch.y[batch.x.samples]
         return {"loss": float((error ** 2).mean())}
-
-class Differs(Means):
-    def __init__(self, data, config):
-        from mpi4py import MPI
-        super().__init__(data, config)
-        table = Table(rows=data.x_shape[0] + MPI.COMM_WORLD.rank, dim=1)
-        self.layout, self.tables = Layout.of({"all": (1,)}), {"mean": table}
 """
 
 
@@ -82,16 +75,14 @@ def test_in_one_world(tmp_path: Path) -> None:
     plan.add("pairs", 3, [*pairs, "--servers", "1", "--epochs", "8"])
     plan.add("pairs", 3, ["--resume", "--servers", "2", "--epochs", "16"])
     plan.add("pairs", 2, ["--resume", "--eval-only"], quiet=False)
-    own = ["--dataset", f"{CLICKS}::sparse", "--mode", "ssp", "--optimizer", "adagrad"]
-    means = ["--problem", f"{tmp_path}/own.py:Means", *own]
-    plan.add("own", 3, [*means, "--lr", "0.3", "--epochs", "3"])
+    own = ["--problem", f"{tmp_path}/own.py:Means", "--dataset", f"{CLICKS}::sparse"]
+    how = ["--mode", "ssp", "--optimizer", "adagrad", "--lr", "0.3", "--epochs", "3"]
+    plan.add("own", 3, [*own, *how])
     if find_spec("torch"):
         deep = ["--problem", "wide_deep", *clicks[2:], "--lr", "0.2", "--hidden", "16"]
         plan.add("deep", 2, [*deep, "--batch-size", "64", "--epochs", "8"])
-    plan.add("differs", 3, ["--problem", f"{tmp_path}/own.py:Differs", *own], 2)
     plan.add("no tables", 3, ["--row-optimizer", "sgd"], 2)
     plan.run(240, tmp_path)
-    assert not plan.out("differs").exists()
     if find_spec("sklearn"):
         check_clicks(plan)
     check_zeros(plan)
@@ -99,9 +90,7 @@ def test_in_one_world(tmp_path: Path) -> None:
     if find_spec("torch"):
         assert summary(plan.out("deep"))["accuracy"] > 0.77
     assert summary(plan.out("own"))["eval_loss"] < 0.25
-    told = "\n".join(plan.errors())
-    for words in ("on rank 1, expected {'mean': Table(rows=60, ", "row_optimizer 'sgd' without"):
-        assert words in told
+    assert "row_optimizer 'sgd' without" in "\n".join(plan.errors())
 
 
 def test_rules_that_are_none_of_rows() -> None:
