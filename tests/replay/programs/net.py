@@ -2,6 +2,7 @@
 
 import functools
 import sys
+from pathlib import Path
 
 import torch
 from torch.nn import functional as F
@@ -51,13 +52,13 @@ def train(worker: mt.Worker) -> None:
             schedule.step()
 
 
-def main(out: str, servers: int, mode: str) -> int:
+def main(out: str | Path, mode: str) -> int:
     """Run; returns the exit code."""
     if mode == "hybrid":
         net, rule = functools.partial(Net, mt.Embedding, evict_after=1), mpips.Adam(0.01)
     else:
         net, rule = functools.partial(Net, torch.nn.Embedding), mpips.AdamW(0.01)
-    options = {"servers": servers, "read": "consistent", "record": True, "quiet": True, "keep": 100}
+    options = {"servers": 2, "read": "consistent", "record": True, "quiet": True, "keep": 100}
     result = mt.run(
         train, net, rule, evaluate=metrics, held_out=samples, out=out, mode=mode,
         resume="auto", checkpoint_every="30steps", node_size=2, **options,
@@ -66,4 +67,4 @@ def main(out: str, servers: int, mode: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), sys.argv[3]))
+    sys.exit(main(*sys.argv[1:]))
