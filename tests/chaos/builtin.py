@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpips.config.command_line import load
-from mpips.errors import UserError, unknown
+from mpips.errors import UserError
 from mpips.launch import mpirun
 from mpips.layout.roles import assign, with_spares
 from tests.chaos import counting
-from tests.chaos.plan import Fault
+from tests.chaos.plan import Fault, chosen
 
 MODES = {
     "async": "--mode async",
@@ -54,18 +54,15 @@ MODES = {
         "--mode hybrid --servers 2 --on-death shrink --eval-every 0.2 --node-size 2"
     ),
     "hybrid-nodes-tables": "--mode hybrid --servers 2 --node-size 2",
-    "program-async": "--mode async",
-    "program-ssp": "--mode ssp --staleness-bound 2 --servers 2",
-    "program-sync": "--mode sync",
-    "program-local_sgd": "--mode local_sgd --local-steps 2",
-    "program-easgd": "--mode easgd --tau 2 --hidden 1000 --keep 1000 --checkpoint-every 25steps",
-    "program-backup": "--mode sync --servers 1 --backup-workers 1",
 }
-# Whose rounds go on without workers.
-SHRUNK = tuple(name for name in MODES if "shrink" in name)
 PROGRAM = "program-"  # begins the names of jobs that are programs of `mpips.run`
+MODES |= {
+    f"{PROGRAM}{name}": MODES[name]
+    for name in ("async", "ssp", "sync", "local_sgd", "easgd", "backup")
+}
+MODES[f"{PROGRAM}ssp"] += " --servers 2"
+SHRUNK = tuple(name for name in MODES if "shrink" in name)  # rounds go on without workers
 INVARIANT = tuple(name for name in MODES if name.endswith(("easgd", "backup")))
-OUT = "{out}"  # among a program's words: the folder of its run
 DIGITS, HELD_OUT, BATCH = 1797, 359, 8
 SAVE_S = 0.4
 FAULT_S = 12.0  # for which workers make steps, at most, before a fault and after it
@@ -77,10 +74,7 @@ COMMON = f"""
 
 def parse_modes(text: str) -> list[str]:
     """Return the names of built-in jobs in a list with commas; ``all`` for each that can run."""
-    names = list(MODES) if text == "all" else text.split(",")
-    for name in names:
-        if name not in MODES:
-            raise unknown("built-in job", name, MODES)
+    names = chosen(text, "built-in job", [*MODES])
     shrunk = [name for name in names if name in SHRUNK]
     if not shrunk or mpirun.survivors_launcher():
         return names
@@ -91,23 +85,23 @@ def parse_modes(text: str) -> list[str]:
 
 
 def job(
-    mode: str, ranks: int, plan: Sequence[Fault], timeout_s: float, on_hosts: bool = False
+    mode: str, ranks: int, plan: Sequence[Fault], timeout_s: float, out: Path, on_hosts: bool
 ) -> list[str]:
     """Return the words of a built-in job that lasts until all faults of a plan have come."""
     words = options(mode, ranks, plan, timeout_s)
     if on_hosts and "--node-size" in words:
         at = words.index("--node-size")
         del words[at : at + 2]
-    return ["-m", "tests.chaos.program", OUT, *words] if mode.startswith(PROGRAM) else words
+    if mode.startswith(PROGRAM):
+        return ["-m", "tests.chaos.program", str(out), *words]
+    return [*words, "--out", str(out)]
 
 
 def options(mode: str, ranks: int, plan: Sequence[Fault], timeout_s: float) -> list[str]:
     """Return the options of a built-in job; see `job`."""
     words = [*COMMON.split(), *shlex.split(MODES[mode])]
-    kind = "HeldTable" if mode.endswith("-tables") else "Held"
-    if mode == "sync-powersgd":
-        kind = "HeldMatrix"
-    config = load([*words, "--problem", _problem(f"{kind}Counting")])
+    kind = "Table" if mode.endswith("-tables") else "Matrix" if mode == "sync-powersgd" else ""
+    config = load(words)
     roles = assign(config.mode, ["here"] * ranks, [0] * ranks, config.servers)
     workers = len(with_spares(roles, config.spares, [0] * ranks).workers)
     problem, rate, n_train = f"{kind}Counting", 1, DIGITS - HELD_OUT

@@ -33,6 +33,11 @@ ROWS_OF: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
+def held_by(out: str | Path) -> Path:
+    """Return the file that holds the run in a folder: while it is there, steps take `HELD_S`."""
+    return Path(f"{out}.hold")
+
+
 class Counting(Problem):
     """The counts of samples applied; exact where servers apply each gradient by itself."""
 
@@ -44,6 +49,8 @@ class Counting(Problem):
         return self.layout.views(np.zeros(self.layout.size))
 
     def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
+        if held_by(self.config.out).exists():
+            time.sleep(HELD_S)
         out["counts"][:] = -np.bincount(batch.ids, minlength=self.data.n_train)
         out["updates"][:] = -1
         return float(len(batch))
@@ -92,30 +99,20 @@ class TableCounting(Counting):
 
 
 class TableMeanCounting(TableCounting, MeanCounting):
-    """`MeanCounting` beside rows that count."""
+    """`MeanCounting` beside rows that count, which are read before."""
+
+    def loss_and_grad_rows(self, params: Arrays, rows: Rows, batch: Batch, out: Arrays) -> float:
+        for name in self.tables:
+            read = rows.pull(name, ROWS_OF[name](batch.ids))
+            assert np.isfinite(read).all(), f"table {name}"
+        return super().loss_and_grad_rows(params, rows, batch, out)
 
     def _weight(self, batch: Batch) -> float:
         return 1 / len(batch)
 
 
-def held_by(out: str | Path) -> Path:
-    """Return the file that holds the run in a folder: while it is there, steps take `HELD_S`."""
-    return Path(f"{out}.hold")
-
-
-class HeldCounting(Counting):
-    def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
-        if held_by(self.config.out).exists():
-            time.sleep(HELD_S)
-        return super().loss_and_grad(params, batch, out)
-
-
-class HeldMeanCounting(HeldCounting, MeanCounting):
-    """The same, slow while it is held."""
-
-
-class HeldMatrixMeanCounting(HeldMeanCounting):
-    """The same, beside a matrix that counts too: its first elements, sample by sample."""
+class MatrixMeanCounting(MeanCounting):
+    """`MeanCounting` beside a matrix that counts too: its first elements, sample by sample."""
 
     def __init__(self, data: DataInfo, config: Config) -> None:
         super().__init__(data, config)
@@ -128,21 +125,3 @@ class HeldMatrixMeanCounting(HeldMeanCounting):
         out["matrix"][:] = 0
         out["matrix"].reshape(-1)[: counts.size] = counts
         return loss
-
-
-class HeldTableCounting(HeldCounting, TableCounting):
-    """The same, slow while it is held."""
-
-
-class ReadTableMeanCounting(TableMeanCounting):
-    """The same, whose rows are read before."""
-
-    def loss_and_grad_rows(self, params: Arrays, rows: Rows, batch: Batch, out: Arrays) -> float:
-        for name in self.tables:
-            read = rows.pull(name, ROWS_OF[name](batch.ids))
-            assert np.isfinite(read).all(), f"table {name}"
-        return super().loss_and_grad_rows(params, rows, batch, out)
-
-
-class HeldTableMeanCounting(HeldCounting, ReadTableMeanCounting):
-    """The same, slow while it is held."""

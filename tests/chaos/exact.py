@@ -1,8 +1,4 @@
-"""Oracles of a run that is over: exact counts, and the parameters of an undisturbed twin.
-
-`check_counts` judges a run whose problem is of `tests.chaos.counting` by its parameters, and
-`check_same` a run in rounds, which is bitwise repeatable, by those of a run without faults.
-"""
+"""Oracles of a run that is over: its accounts, and what its parameters have counted."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -10,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpips.checkpoint import Checkpoint, newest_whole, open_checkpoint, verify
+from mpips.checkpoint import Checkpoint, open_checkpoint, verify
 from mpips.checkpoint.complete import check_ledger
 from mpips.checkpoint.files import committed
 from mpips.config.jobfile import from_toml
@@ -25,19 +21,6 @@ KEPT = ("residual", "error")  # what codecs keep of gradients: one of them, Powe
 def check_run(out: Path) -> list[str]:
     """Return what is wrong with a run that should be complete, a line each."""
     return [*(text for path in committed(out) for text in verify(path)), *check_ledger(out)]
-
-
-def check_same(out: Path, other: Path) -> list[str]:
-    """Return how the last parameters of a run differ from those of another one."""
-    found, expected = (newest_whole(path)[0] for path in (out, other))
-    if found is None or expected is None:
-        return [f"no whole checkpoint in {other if found else out}"]
-    a, b = (np.frombuffer(c.read_params(), f"u{c.dtype.itemsize}") for c in (found, expected))
-    many = int(np.count_nonzero(a != b)) if a.size == b.size else a.size
-    return [f"{many} of {a.size} parameters are not those of {other}"] if many else []
-
-
-# What was counted.
 
 
 def expected_counts(checkpoint: Checkpoint, n: int) -> np.ndarray:

@@ -7,7 +7,7 @@ import random
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -185,34 +185,21 @@ def _victims(follower: Follower, fault: Fault) -> list[tuple[str, int]]:
 
 def _fill_disk(follower: Follower) -> list[str]:
     """Let no rank write much (EFBIG in place of ENOSPC) until a checkpoint has failed by it."""
-    ranks = follower.ranks()
-    before, end = follower.job.output.count(FAILED), time.monotonic() + FULL_S
-
-    def done() -> bool:
-        return follower.job.output.count(FAILED) > before or time.monotonic() >= end
-
-    with _limited([rank.pid for rank in ranks]):
-        follower.wait(done)
+    ranks, before = follower.ranks(), follower.job.output.count(FAILED)
+    limits = {rank.pid: _limit(rank.pid, None) for rank in ranks}
+    end = time.monotonic() + FULL_S
+    follower.wait(lambda: follower.job.output.count(FAILED) > before or time.monotonic() >= end)
+    for pid, limit in limits.items():
+        if limit is not None:
+            _limit(pid, limit)
     failed = follower.job.output.count(FAILED) - before
     return [f"{len(ranks)} ranks", f"{failed} checkpoints failed"] if ranks else []
 
 
-@contextlib.contextmanager
-def _limited(pids: list[int]) -> Iterator[None]:
-    """Limit the files of processes within the block."""
-    with contextlib.ExitStack() as undo:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-                full = FULL_BYTES, before[1]
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, full)
-                undo.callback(_set_limit(pid, before))
-        yield
-
-
-def _set_limit(pid: int, limit: tuple[int, int]) -> Callable[[], None]:
-    def undo() -> None:
-        with contextlib.suppress(ProcessLookupError):
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
-
-    return undo
+def _limit(pid: int, soft: int | None) -> int | None:
+    """Limit the files of a process, to `FULL_BYTES` by default; returns the limit before."""
+    with contextlib.suppress(ProcessLookupError):
+        before, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (FULL_BYTES if soft is None else soft, hard))
+        return before
+    return None

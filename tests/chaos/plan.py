@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mpips.errors import UserError, unknown
+from mpips.errors import unknown
 
 FAULTS = {
     "kill:worker": "a worker dies (SIGKILL)",
@@ -53,14 +53,12 @@ class Fault:
         return self.action != "disk"
 
 
-def parse_faults(text: str) -> list[str]:
-    """Return the names in a list with commas; one may stand there several times."""
-    names = [word.strip() for word in text.split(",") if word.strip()]
-    if not names:
-        raise UserError(f"--faults {text!r}", f"some of {', '.join(FAULTS)}, with commas")
+def chosen(text: str, what: str, known: Sequence[str]) -> list[str]:
+    """Return the names in a list with commas, some perhaps several times; ``all`` for each."""
+    names = list(known) if text == "all" else text.split(",")
     for name in names:
-        if name not in FAULTS:
-            raise unknown("fault", name, FAULTS)
+        if name not in known:
+            raise unknown(what, name, known)
     return names
 
 

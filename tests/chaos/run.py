@@ -1,7 +1,6 @@
 """One run: a job is started under its supervisor, disturbed as planned, and judged in the end."""
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from mpips.errors import UserError
 from mpips.launch.order import Order as JobOrder
 from tests.chaos import builtin
 from tests.chaos.counting import held_by
-from tests.chaos.exact import check_counts, check_run, check_same
+from tests.chaos.exact import check_counts, check_run
 from tests.chaos.follow import SHRUNK, Follower, Moment, strike
 from tests.chaos.hosts import RSH
 from tests.chaos.job import Job
@@ -24,13 +23,13 @@ RESTARTS = 3  # more than faults: a fault may come while the ranks of another on
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be run, and what is to be done to it."""
+    """What is to be done to jobs of so many ranks."""
 
-    job: JobOrder
+    ranks: int
+    timeout_s: float
     faults: Sequence[str]
     most: int
     limit_s: float
-    same_as: Path | None = None
     hosts: Sequence[str] = ()
 
 
@@ -57,54 +56,46 @@ class Result:
     seconds: float = 0.0
     begun: float = field(default_factory=time.monotonic)
     wrong: list[str] = field(default_factory=list)
-    is_known: bool = False
 
     @property
     def verdict(self) -> str:
         """``exact`` where the parameters are right, ``balanced`` where only accounts are known."""
         if self.wrong:
             return "WRONG"
-        return "exact" if self.is_known else "balanced"
+        return "balanced" if self.mode in builtin.INVARIANT else "exact"
 
 
 def run(order: Order, seed: int, mode: str, folder: Path) -> Result:
     """Run a job, and do to it what is drawn from the seed."""
     result = Result(seed, mode, draw(seed, order.faults, order.most))
-    given, out = order.job, folder / "out"
-    if mode:
-        words = builtin.job(mode, given.ranks, result.plan, given.timeout_s, bool(order.hosts))
-        survives = mode.startswith(builtin.PROGRAM)
-        given = dataclasses.replace(given, words=words, survives=survives)
+    out, timeout_s = folder / "out", order.timeout_s
     try:
         folder.mkdir(parents=True)
-        if mode:
-            held_by(out).touch()
     except OSError as problem:
         raise UserError(f"{folder}: {problem.strerror}", "a new folder", "see --folder") from None
-    options = [*_options(given, result.plan), *_places(order.hosts, folder)]
-    words = _command(list(given.words), given.is_program, result.plan, out)
+    held_by(out).touch()
+    words = builtin.job(mode, order.ranks, result.plan, timeout_s, out, bool(order.hosts))
+    goes_on = JobOrder(order.ranks, words, survives=True).goes_on
+    if any(fault.action == "exception" for fault in result.plan):
+        words = _raising(words)
+    options = ["--restarts", f"{len(result.plan) + RESTARTS}", "--timeout", f"{timeout_s:g}"]
+    if words[0] == "-m" and goes_on:  # which the supervisor does not know of a program
+        options += ["--ft"]
+    options += _places(order.hosts, folder)
     with (
-        Job(folder, given.ranks, words, options, Path.cwd()) as job,
+        Job(folder, order.ranks, words, options, Path.cwd()) as job,
         contextlib.closing(Follower(job, result.begun + order.limit_s)) as follower,
     ):
         try:
             _disturb(follower, result)
             held_by(out).unlink(missing_ok=True)
             follower.wait(lambda: False)
-            result.wrong += _judge(follower, result, order.same_as)
+            result.wrong += _judge(follower, result)
         except TimeoutError:
             result.wrong.append(f"not over after {order.limit_s:g} s")
         result.attempts = job.output.count("mpips.launch: starting again ") + 1
     result.seconds = time.monotonic() - result.begun
     return result
-
-
-def _options(job: JobOrder, plan: Sequence[Fault]) -> list[str]:
-    """Return the supervisor's options for a job; one that goes on without ranks does so here."""
-    options = ["--restarts", f"{len(plan) + RESTARTS}", "--timeout", f"{job.timeout_s:g}"]
-    if job.survives or (_raises(plan) and job.goes_on):
-        options += ["--ft"]  # which the supervisor does not know of a program
-    return options
 
 
 def _places(hosts: Sequence[str], folder: Path) -> list[str]:
@@ -117,22 +108,10 @@ def _places(hosts: Sequence[str], folder: Path) -> list[str]:
     return ["--hosts", ",".join(hosts), "--rsh", str(rsh)]
 
 
-def _command(words: list[str], is_program: bool, plan: Sequence[Fault], out: Path) -> list[str]:
-    """Return what the supervisor is given; a run that is made to raise is a program to it."""
-    raises = _raises(plan)
-    if is_program:
-        words = [word.replace(builtin.OUT, str(out)) for word in words]
-    else:
-        words = [*words, "--out", str(out)]
-        if not raises:
-            return words
-        words = ["-m", "mpips.train", *words, "--resume", "auto"]
-    return ["-m", "tests.chaos.rank", *words] if raises else words
-
-
-def _raises(plan: Sequence[Fault]) -> bool:
-    """Whether a rank is made to raise."""
-    return any(fault.action == "exception" for fault in plan)
+def _raising(words: list[str]) -> list[str]:
+    """Return the words of a job whose ranks can be made to raise: a program to the supervisor."""
+    program = words if words[0] == "-m" else ["-m", "mpips.train", *words, "--resume", "auto"]
+    return ["-m", "tests.chaos.rank", *program]
 
 
 def _disturb(follower: Follower, result: Result) -> None:
@@ -178,7 +157,7 @@ def _progress(follower: Follower, struck: Struck) -> float | None:
     return None
 
 
-def _judge(follower: Follower, result: Result, same_as: Path | None) -> list[str]:
+def _judge(follower: Follower, result: Result) -> list[str]:
     """Return what is wrong with a job that is over."""
     job, wrong = follower.job, []
     for struck in result.struck:
@@ -197,11 +176,8 @@ def _judge(follower: Follower, result: Result, same_as: Path | None) -> list[str
     if follower.out is None:
         return [*wrong, "no run began"]
     wrong += check_run(follower.out)
-    result.is_known = bool(same_as or (result.mode and result.mode not in builtin.INVARIANT))
-    if result.mode in builtin.SHRUNK and not wrong:
+    if not wrong and result.mode in builtin.SHRUNK:
         wrong += check_serial(follower.out, follower.job.size)
-    elif result.mode and not wrong:
+    elif not wrong:
         wrong += check_counts(follower.out)
-    if same_as and not wrong:
-        wrong += check_same(follower.out, same_as)
     return [*wrong, *(f"left: {what}" for what in job.left())]

@@ -106,16 +106,6 @@ def test_modes_are_right_whatever_comes(seed: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.one_mpi
-def test_a_job_in_rounds_of_a_user(tmp_path: Path) -> None:
-    """Beside its undisturbed twin; programs are built-in jobs, too."""
-    words = ["--seed", "5", "--faults", "kill:worker", "-n", "3"]
-    sync = ["--mode", "sync", "--steps", "1000", "--checkpoint-every", "0.3"]
-    (run,) = chaos(tmp_path, *words, "--", *sync)["runs"]
-    assert run["verdict"] == "exact", "the same bits as undisturbed"
-
-
-@pytest.mark.long
 @pytest.mark.other_mpi
 @pytest.mark.skipif(bool(missing(links=True)), reason="no links")
 def test_rounds_of_several_hosts_go_on(tmp_path: Path) -> None:

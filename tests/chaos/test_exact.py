@@ -1,6 +1,5 @@
 """What must hold of a run: it does where nothing was done to it, and what is wrong is found."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 from runs import Plan, names_asked, thinned
 
 from mpips.checkpoint import list_checkpoints
-from tests.chaos.builtin import MODES, PROGRAM, SHRUNK, job
+from tests.chaos.builtin import MODES, PROGRAM, SHRUNK, options
 from tests.chaos.counting import held_by
 from tests.chaos.exact import check_counts, check_run
 from tests.chaos.plan import draw
@@ -18,10 +17,7 @@ from tests.chaos.plan import draw
 pytestmark = pytest.mark.launch
 
 RANKS = 4
-LOST, DIFFER = (
-    "test_an_update_that_is_lost_on_a_shard_is_found",
-    "test_accounts_that_differ_are_found",
-)
+LOST = "test_an_update_that_is_lost_on_a_shard_is_found"
 QUICK = ("async", "backup", "sync-topk")
 NAMES = [name for name in MODES if not name.startswith(PROGRAM) and name not in SHRUNK]
 # A program is counted as a job is, and rounds without a worker that died as those of `sync`.
@@ -31,10 +27,10 @@ NAMES = [name for name in MODES if not name.startswith(PROGRAM) and name not in 
 def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Plan:
     """Runs of built-in jobs, to which nothing is done: of two epochs."""
     plan = Plan(tmp_path_factory.mktemp("runs"))
-    asked, needed = names_asked(request), {LOST: "backup", DIFFER: "async"}
-    asked |= {name for test, name in needed.items() if test in asked}
+    asked = names_asked(request)
+    asked |= {"backup"} if LOST in asked else set()
     for name in sorted(asked.intersection(NAMES)):
-        words = job(name, RANKS, draw(0, ["kill:worker"]), 20.0)
+        words = options(name, RANKS, draw(0, ["kill:worker"]), 20.0)
         plan.add(name, RANKS, [*words, "--epochs", "2", "--checkpoint-every", "20steps"])
         if name == "easgd":  # whose replicas are compared: each worker is to have one
             held_by(plan.out(name)).touch()
@@ -79,23 +75,3 @@ def test_an_update_that_is_lost_on_a_shard_is_found(damaged: Callable[[str], Pat
     change(newest(out), "params", -1, -1)
     (wrong,) = check_counts(out)
     assert "updates of element" in wrong
-
-
-def edit(out: Path, **values: object) -> None:
-    path = out / "summary.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-
-@pytest.mark.one_mpi
-def test_accounts_that_differ_are_found(damaged: Callable[[str], Path]) -> None:
-    out = damaged("async")
-    edit(out, pushes_sent=1, global_step=2, samples=3)
-    told = "\n".join(check_run(out))
-    for text in ("global_step 2, expected ", "samples 3, expected ", "pushes sent 1, expected "):
-        assert text in told
-    shutil.rmtree(newest(out))
-    told = "\n".join(check_run(out))
-    assert "batches that were not applied [" in told or "epoch and position [" in told
-    (out / "DONE").unlink()
-    (wrong,) = check_run(out)
-    assert wrong.startswith("no DONE: the run has not finished")

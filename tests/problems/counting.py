@@ -31,7 +31,7 @@ class StoppingTableMeanCounting(Stopping, TableMeanCounting):
     """The same in rounds, beside rows."""
 
 
-class EvaluatedTableMeanCounting(counting.ReadTableMeanCounting):
+class EvaluatedTableMeanCounting(TableMeanCounting):
     """The same, with the mean of the labels as the loss of what is held out."""
 
     def evaluate_rows(self, params: Arrays, rows: RowReads, batch: Batch) -> dict[str, float]:
