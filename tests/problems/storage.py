@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import os
 import shutil
 import time
 from collections.abc import Callable, Collection
@@ -26,8 +25,6 @@ WRITING: dict[str, Callable[..., Any]] = {
     call.__name__: call
     for call in (files.begin_step, shards.write_shard, shards.write_worker, index.commit)
 }
-FULL_STEPS = 180  # of the worker that has filled the disk
-FULL_STEP_S = 0.004  # so that others write meanwhile
 
 
 def failing(call: Callable[..., Any], calls: Collection[int], number: int) -> Callable[..., Any]:
@@ -88,35 +85,6 @@ class Never(Fails, Counting):
 
 class NeverStopped(Stopping, Never):
     """The same, and asks to stop."""
-
-
-class FullDisk(MLP):
-    """Fills the disk when it has a checkpoint, and makes room again unless ``FILL=forever``."""
-
-    def __init__(self, data: DataInfo, config: Config) -> None:
-        super().__init__(data, config)
-        self.out, self.full = Path(config.out), 0  # steps since the disk is full
-
-    def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
-        how, filler = os.environ.get("FILL"), self.out.parent / "filler"
-        if self.full:
-            self.full += 1
-            time.sleep(FULL_STEP_S * (how != "forever"))
-            if self.full < FULL_STEPS or how == "forever":
-                fill(filler)  # what a checkpoint that failed has given back
-        elif how and list(self.out.glob("checkpoints/*/index.h5")):
-            self.full = 1
-            fill(filler)
-        if self.full == FULL_STEPS and how != "forever":
-            filler.unlink(missing_ok=True)
-        return super().loss_and_grad(params, batch, out)
-
-
-def fill(path: Path) -> None:
-    """Write until there is no room."""
-    with open(path, "ab", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(1 << 12))
 
 
 class Moved(Fails, SlowCounting):
