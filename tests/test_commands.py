@@ -102,16 +102,12 @@ def test_training_by_the_console_script(mpips: str, tmp_path: Path) -> None:
 # The job files that come along.
 
 
-def test_the_list_of_jobs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_jobs_are_listed_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert jobfile.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     names = [line.split()[0] for line in lines]
     assert sorted(names) == sorted(path.stem for path in (ROOT / "jobs").glob("*.toml"))
     assert max(map(len, lines)) <= HELP_WIDTH
-    assert min(map(len, lines)) > 40
-
-
-def test_a_job_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("digits-sync", "digits-sync.toml"):
         assert jobfile.main([name]) == 0
         assert capsys.readouterr().out == (ROOT / "jobs" / "digits-sync.toml").read_text()

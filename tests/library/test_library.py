@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from launch import ROOT, Running, python, run
-from runs import newest, shared_out, wait_for
+from runs import shared_out, wait_for
 
 import mpips
-from mpips.checkpoint import verify
 from mpips.config import OPTIONS, Config
 from mpips.config.names import LEARNING_RATES
 from mpips.config.validation import validate
@@ -25,7 +24,7 @@ from mpips.library.data import Samples
 from mpips.library.loop import TEXT_MAX, note
 from mpips.mpi.process import MEETS
 
-PROGRAMS = ROOT / "tests" / "library" / "programs"
+PROGRAMS, LONG = ROOT / "tests" / "library" / "programs", pytest.mark.long
 LOOP = Template("""
 import os, signal, sys, numpy as np, mpips, mpips.library.collectives, mpips.session.setup
 
@@ -120,37 +119,26 @@ with mpips.Store(None, {"w": np.zeros(3)}, timeout=2) as store:
 """
 
 
-@pytest.mark.launch
-@pytest.mark.long
-@pytest.mark.other_mpi
-def test_fifteen_runs_in_all_modes_leave_nothing(tmp_path: Path) -> None:
-    found = run(3, [str(PROGRAMS / "many.py"), str(tmp_path)], tmp_path, 150).check()
-    assert found.output.count("is done: 15 runs") == 3, found.output
+ONCE = {r"^backup is printed\nonce$": 1}
 
 
 @pytest.mark.launch
-@pytest.mark.one_mpi
-def test_what_workers_do_together(tmp_path: Path) -> None:
-    found = run(3, [str(PROGRAMS / "together.py"), str(tmp_path)], tmp_path, 240).check()
-    assert found.output.count("is done: together") == 3, found.output
-    assert len(re.findall(r"^backup is printed\nonce$", found.output, re.M)) == 1
-
-
-@pytest.mark.launch
-@pytest.mark.one_mpi
-def test_tables_in_one_world(tmp_path: Path) -> None:
-    """What is served; the other MPI has what goes in rounds (tests/matrix/test_serial.py)."""
-    program = [str(PROGRAMS / "tables.py"), "served", str(tmp_path)]
-    found = run(5, program, tmp_path, 240).check()
-    assert found.output.count(" is done") == 6, found.output
-
-
-@pytest.mark.launch
-def test_stores_beside_a_program_of_ones_own(tmp_path: Path) -> None:
-    """Near and remote, several at once, saved and loaded on another number of servers."""
-    found = run(4, [str(PROGRAMS / "stores.py"), str(tmp_path)], tmp_path).check()
-    assert found.output.count("is done") == 4, found.output
-    assert not verify(newest(tmp_path / "servers").path)
+@pytest.mark.parametrize(
+    ("ranks", "program", "told"),
+    [
+        pytest.param(3, "many.py", {"is done: 15 runs": 3}, marks=[LONG, pytest.mark.other_mpi]),
+        pytest.param(3, "together.py", {"is done: together": 3, **ONCE}, marks=pytest.mark.one_mpi),
+        # What goes in rounds has the other MPI: tests/matrix/test_serial.py.
+        pytest.param(5, "tables.py served", {" is done": 6}, marks=pytest.mark.one_mpi),
+        (4, "stores.py", {"is done": 4}),
+    ],
+)
+def test_a_program_comes_to_its_end(
+    ranks: int, program: str, told: dict[str, int], tmp_path: Path
+) -> None:
+    found = run(ranks, f"{PROGRAMS}/{program} {tmp_path}".split(), tmp_path, 240).check()
+    for text, count in told.items():
+        assert len(re.findall(text, found.output, re.M)) == count, found.output
 
 
 @pytest.mark.launch
@@ -279,20 +267,6 @@ def test_without_a_package_its_extra_is_named(package: str, told: str) -> None:
     found = python("-c", code, cwd=ROOT).stdout
     assert told in found
     assert f"pip install 'mpips[{package}]'" in found
-
-
-def test_help_starts_no_mpi() -> None:
-    code = (
-        "import inspect, pydoc, rlcompleter, sys, mpips; inspect.getmembers(mpips); "
-        "assert {*mpips.__all__} <= {*dir(mpips)}; complete = rlcompleter.Completer().complete; "
-        "assert 'mpips.Store' in [complete('mpips.St', k) for k in range(3)]; "
-        "print(pydoc.plain(pydoc.render_doc(mpips))); "
-        "print([m for m in ('mpi4py', 'numba', 'torch', 'jax') if m in sys.modules])"
-    )
-    found = python("-c", code, cwd=ROOT).stdout
-    assert found.endswith("\n[]\n")
-    for name in mpips.__all__:
-        assert re.search(rf"\b{name}\b", found), name
 
 
 @pytest.mark.launch

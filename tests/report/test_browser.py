@@ -48,15 +48,6 @@ addEventListener("load", () => {{
 """
 
 
-def chromium(browser: str, *flags: str) -> tuple[str, str]:
-    """Run the browser once; returns the document and what was told on the console."""
-    words = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
-    done = subprocess.run([*words, *flags], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    return done.stdout, "\n".join(console)
-
-
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory, browser: str) -> dict[str, Any]:
     """What is seen, at both widths, of a page of four runs, one damaged, with names that are long.

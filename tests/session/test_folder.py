@@ -12,17 +12,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from mpips.checkpoint import (
-    Contents,
-    begin_step,
-    commit,
-    list_checkpoints,
-    open_checkpoint,
-    run_folder,
-    verify,
-    write_shard,
-)
-from mpips.checkpoint.files import step_folder
+from mpips.checkpoint import list_checkpoints, open_checkpoint, run_folder, verify, write_shard
+from mpips.checkpoint.files import begin_step, step_folder
+from mpips.checkpoint.index import Contents, commit
 from mpips.checkpoint.run_folder import NO_LOCKS, RunFolder, claim, is_claimed, release
 from mpips.config import Config
 from mpips.config.command_line import parse_command_line

@@ -1,11 +1,11 @@
 """Jobs that stand still: what is told of them, and that they end."""
 
-import contextlib
 import json
 import os
 import re
 import signal
 from pathlib import Path
+from string import Template
 
 from launch import Running, until
 from runs import ENDLESS, counting, newest, samples_file, wait_for
@@ -15,36 +15,27 @@ from mpips.launch.ranks import ranks_table
 from mpips.mpi.process import send_signal
 
 WAIT_S = 60.0
-PROGRAM = """
-import sys, time
+PROGRAM = Template("""
+import time
 import numpy as np
 import mpips
+from mpi4py import MPI
 def hangs():
     time.sleep(600)
 def train(worker):
     for batch in worker.batches(1000, batch_size=5):
         worker.grads["x"][:] = 1
-        if worker.id == 1 and worker.pull()["x"][0] < -2:
-            hangs()
+        $line
         worker.push(1.0)
-mpips.run(
-    train, {"x": np.zeros(8)}, mpips.SGD(0.1), mode="sync", timeout=3, out=sys.argv[1], quiet=True
-)
-"""
+mpips.run(train, {"x": np.zeros(8)}, mpips.SGD(0.1), out="$name", quiet=True, $options)
+""")
+HANGS = 'if worker.id == 1 and worker.pull()["x"][0] < -2: hangs()'
+MEETS = 'print("in a barrier", flush=True); MPI.COMM_WORLD.barrier()'
 
-BARRIER = """
-import sys
-import numpy as np
-import mpips
-from mpi4py import MPI
-def train(worker):
-    for batch in worker.batches(1000, batch_size=5):
-        print("in a barrier", flush=True)
-        MPI.COMM_WORLD.barrier()
-mpips.run(
-    train, {"x": np.zeros(8)}, mode="async", timeout=int(sys.argv[2]), out=sys.argv[1], quiet=True
-)
-"""
+
+def program(folder: Path, name: str, line: str, options: str) -> list[str]:
+    (folder / f"{name}.py").write_text(PROGRAM.substitute(name=name, line=line, options=options))
+    return [f"{name}.py"]
 
 
 def test_a_worker_that_is_stopped(tmp_path: Path) -> None:
@@ -82,13 +73,10 @@ def has_words(out: Path) -> bool:
 
 def test_programs_that_hang(tmp_path: Path) -> None:
     """In a function of theirs, and in a call of MPI in the loop that servers do not make."""
-    ended = []
-    with contextlib.ExitStack() as jobs:
-        for name, program in (("function", PROGRAM), ("barrier", BARRIER)):
-            (tmp_path / f"{name}.py").write_text(program)
-            words = [f"{name}.py", str(tmp_path / name), "3"]
-            ended.append(jobs.enter_context(Running(2, words, tmp_path)))
-        function, barrier = (job.wait(WAIT_S).check(1).output for job in ended)
+    function = program(tmp_path, "function", HANGS, 'mode="sync", timeout=3')
+    barrier = program(tmp_path, "barrier", MEETS, 'mode="async", timeout=3')
+    with Running(2, function, tmp_path) as one, Running(2, barrier, tmp_path) as other:
+        function, barrier = (job.wait(WAIT_S).check(1).output for job in (one, other))
     assert re.search(r"0 +worker 0 .* waits for the round \(rank 1\) ", function), function
     assert re.search(r"1 +worker 1 .* hangs ", function), function
     assert re.search(r'rank 1:\n(.*\n)*  File ".*function.py", line \d+ in hangs', function)
@@ -97,8 +85,8 @@ def test_programs_that_hang(tmp_path: Path) -> None:
 
 
 def test_a_second_sigterm_ends_a_job_that_cannot_save(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(BARRIER)
-    with Running(2, ["program.py", str(tmp_path / "out"), "0"], tmp_path) as job:
+    words = program(tmp_path, "barrier", MEETS, 'mode="async", timeout=0')
+    with Running(2, words, tmp_path) as job:
         wait_for(job, lambda: "in a barrier" in job.output())
         rank = job.ranks()[1]
 

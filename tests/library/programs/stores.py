@@ -9,6 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import mpips
+from mpips.checkpoint import need_whole, verify
 from mpips.mpi import abort
 from mpips.optim import RULES
 
@@ -159,6 +160,7 @@ def main(folder: Path) -> None:
     of_each_other(folder)
     with_slots(folder / "slots")
     assert WORLD.allreduce(1) == WORLD.size
+    assert not verify(need_whole(folder / "servers")[0].path)
     print(f"{WORLD.rank} is done", flush=True)
 
 
