@@ -49,9 +49,15 @@ NOT_READ = "cannot be read"
 FLOOD = gzip.compress(bytes(1 << 24))
 
 
-def written(path: Path, data: bytes) -> str:
-    path.write_bytes(data)
-    return str(path)
+def files(dataset: str, contents: dict[str, bytes]) -> Callable[[Path, Path], str]:
+    """Return what writes files of such names; a dataset is of them, with {} for their folder."""
+
+    def write(folder: Path, _: Path) -> str:
+        for name, data in contents.items():
+            (folder / name).write_bytes(data)
+        return dataset.replace("{}", str(folder))
+
+    return write
 
 
 def npy(array: Any, **how: Any) -> bytes:
@@ -243,7 +249,7 @@ def test_blocks_suit_batches_and_chunks(tmp_path: Path) -> None:
 
 
 def npys(x: bytes, y: bytes = npy(Y)) -> Any:
-    return lambda folder, _: f"{written(folder / 'x.npy', x)},{written(folder / 'y.npy', y)}"
+    return files("{}/x.npy,{}/y.npy", {"x.npy": x, "y.npy": y})
 
 
 def npz(x: bytes, y: bytes = npy(Y), form: str = "{}.npy", names: str = "") -> Any:
@@ -301,7 +307,7 @@ NUMPY: list[Case] = [
     ("asked for", npz(npy(X), form="../{}.npy", names="::../x,../y"), "^read$"),
     ("no .npy", npz(npy(X), form="{}"), NOT_READ),
     ("zeros of a gigabyte", npz(npy(X) + bytes(1 << 20)), "^read$|cannot"),
-    ("not a zip", lambda folder, _: written(folder / "data.npz", b"M" * 99), NOT_READ),
+    ("not a zip", files("{}/a.npz", {"a.npz": b"M" * 99}), NOT_READ),
 ]
 
 
@@ -338,12 +344,8 @@ def test_idx_folders_and_named_labels(tmp_path: Path) -> None:
     assert "one array" in refused(f"{tmp_path}/a::x,y")
 
 
-def mnist(images: bytes, labels: bytes = idx_of(Y.astype("u1")), suffix: str = "") -> Any:
-    def write(folder: Path, _: Path) -> str:
-        written(folder / f"train-labels-idx1-ubyte{suffix}", labels)
-        return written(folder / f"train-images-idx3-ubyte{suffix}", images)
-
-    return write
+def mnist(images: bytes, labels: bytes = idx_of(Y.astype("u1"))) -> Any:
+    return files("{}/train-images", {"train-images": images, "train-labels": labels})
 
 
 GOOD = idx_of(X)

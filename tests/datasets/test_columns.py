@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hostile import Case, Outside, attack, outside
-from test_arrays import NOT_READ, npy, written
+from test_arrays import NOT_READ, files, npy
 from test_datasets import X, Y, everything, opened, refused, told
 
 from mpips.datasets import columns as readers
@@ -171,11 +171,8 @@ TABLE = "a,b,y\n" + "".join(f"{a},{b},{y}\n" for (a, b), y in zip(X.tolist(), Y,
 
 
 def csv(content: str | bytes, names: str = "::a,b,y", file: str = "a.csv", found: str = "") -> Any:
-    def write(folder: Path, _: Path) -> str:
-        written(folder / file, content if isinstance(content, bytes) else content.encode())
-        return f"{folder}/{found or file}{names}"
-
-    return write
+    data = content if isinstance(content, bytes) else content.encode()
+    return files(f"{{}}/{found or file}{names}", {file: data})
 
 
 def truths(*words: str) -> str:
@@ -185,12 +182,7 @@ def truths(*words: str) -> str:
 
 
 def pairs(x: str, y: str) -> Any:
-    def write(folder: Path, _: Path) -> str:
-        written(folder / x, npy(X))
-        written(folder / y, npy(Y))
-        return f"{folder}/x*.npy,{folder}/y*.npy"
-
-    return write
+    return files("{}/x*.npy,{}/y*.npy", {x: npy(X), y: npy(Y)})
 
 
 CSVS: list[Case] = [
@@ -248,7 +240,7 @@ PARQUETS: list[Case] = [
     ("lists of lists", table("::a,y", a=[[[1.0]]] * 8), "holds"),
     ("empty lists", table("::a,y", a=[[1.0][:0]] * 8), "expected"),
     ("names that are paths", table("::/etc/passwd,y"), "is missing"),
-    ("text by name", lambda f, _: written(f / "a.parquet", b"PAR1 PAR1") + "::a,y", NOT_READ),
+    ("text by name", files("{}/a.parquet::a,y", {"a.parquet": b"PAR1 PAR1"}), NOT_READ),
 ]
 
 

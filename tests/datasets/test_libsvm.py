@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hostile import Case, Outside, attack, outside
 from launch import ROOT
-from test_arrays import FLOOD, NOT_READ, written
+from test_arrays import FLOOD, NOT_READ, files
 from test_datasets import X, Y, opened, refused, told
 from test_datasets import everything as dense
 
@@ -217,7 +217,7 @@ REFUSED: dict[str, str] = {  # a malformed line, and what is said of it
 
 
 def svm(more: bytes, names: str = "") -> Any:
-    return lambda folder, _: written(folder / "data.svm", more) + names
+    return files(f"{{}}/data.svm{names}", {"data.svm": more})
 
 
 SVMS: list[Case] = [

@@ -56,11 +56,7 @@ def test_table() -> None:
 
 
 @settings(deadline=None)
-@given(
-    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12),
-    data=st.data(),
-    shuffled=st.booleans(),
-)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.data(), st.booleans())
 def test_servers_are_spread_as_evenly_as_can_be(
     sizes: list[int], data: st.DataObject, shuffled: bool
 ) -> None:
