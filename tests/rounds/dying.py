@@ -75,10 +75,10 @@ def die(point: str, step: int, last: Callable[[], object] = lambda: None) -> Non
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def update_partly(piece: Slice, step: int, *given: Any) -> None:
+def update_partly(apply: Any, piece: Slice, step: int, *given: Any) -> None:
     """Update a slice but for its end, and a piece of it by half."""
     before, size = [array.copy() for array in piece.live], piece.old.shape[2]
-    APPLY(piece, step, *given)
+    apply(piece, step, *given)
     number = (piece.params.size - 1) // size // 2
     behind = slice((number + 1) * size, None)
     for old, array, kept in zip(before, piece.live, piece.old[number % HALVES], strict=True):
@@ -90,119 +90,98 @@ def update_partly(piece: Slice, step: int, *given: Any) -> None:
     publish(piece.words, PIECE, (step << NUMBER_BITS) + number)
 
 
-def dying(exchange: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a round's exchange in which this rank dies as planned."""
+def instead(function: Callable[..., Any], *owners: type, name: str = "") -> None:
+    """Put a function in the place of methods; it gets the method, then the arguments of it."""
+    name = name or function.__name__
 
-    def exchange_and_die(self: SurvivableRound, step: int, *given: Any) -> Any:
-        global now, grad
-        now, grad = step, self.grad
-        die("half", step, lambda: self.grad[: self.grad.size // 2].fill(np.nan))
-        agreed = exchange(self, step, *given)
-        die("after", step)
-        return agreed
+    def in_place_of(plain: Any) -> Any:
+        return lambda *given, **named: function(plain, *given, **named)
 
-    return exchange_and_die
+    for owner in owners:
+        setattr(owner, name, in_place_of(getattr(owner, name)))
 
 
-def enter(self: NodeBarrier, report: Any) -> None:
-    """Die behind the first barrier."""
-    ENTER(self, report)
-    die("entered", now)
+def dying(before: str, after: str, step_of: Callable[..., int]) -> Callable[..., Any]:
+    """Return a function that dies before the method that it is put in the place of, or after it."""
+
+    def call_and_die(plain: Any, *given: Any) -> Any:
+        die(before, step_of(*given))
+        found = plain(*given)
+        die(after, step_of(*given))
+        return found
+
+    return call_and_die
 
 
-def leave(self: NodeBarrier) -> Any:
-    """Die before the second one."""
-    die("applied", now)
-    return LEAVE(self)
+def half_overwritten() -> None:
+    grad[: grad.size // 2] = np.nan
 
 
-def send(self: Crossing, array: np.ndarray, rank: int, tag: int) -> None:
-    """Die as something is on its way."""
-    SEND(self, array, rank, tag)
+def exchange(plain: Any, self: SurvivableRound, step: int, *given: Any) -> Any:
+    global now, grad
+    now, grad = step, self.grad
+    die("half", step, half_overwritten)
+    agreed = plain(self, step, *given)
+    die("after", step)
+    return agreed
+
+
+def apply(plain: Any, self: Slice, step: int, *given: Any) -> None:
+    die("copying", step, lambda: self.old[0].fill(99))
+    die("partly", step, lambda: update_partly(plain, self, step, *given))
+    plain(self, step, *given)
+
+
+def send(plain: Any, self: Crossing, array: np.ndarray, rank: int, tag: int) -> None:
+    plain(self, array, rank, tag)
     die("sending" if tag % 2 else "summed", now)
 
 
-def run(self: Crossing, step: int, *given: Any) -> bool:
-    """Die as a round is made again, or has been given up."""
+def run(plain: Any, self: Crossing, step: int, *given: Any) -> Any:
     if self.era:
         die("again", step)
-    done = RUN(self, step, *given)
+    done = plain(self, step, *given)
     if not done:
         die("up", step)
     return done
 
 
-def done(self: NodesRound, *given: Any) -> bool:
-    """Die as all results have come."""
-    die("placing", now)
-    return DONE(self, *given)
-
-
-def push(self: Sender, *given: Any, **named: Any) -> int:
-    """Die before or after rows are announced."""
+def push(plain: Any, self: Sender, *given: Any, **named: Any) -> int:
     step = self.seq + 1
-    die("unpushed", step, lambda: grad[: grad.size // 2].fill(np.nan))
-    die("held", step, lambda: PUSH(self, *given, **named))
-    PUSH(self, *given, **named)
+    die("unpushed", step, half_overwritten)
+    die("held", step, lambda: plain(self, *given, **named))
+    plain(self, *given, **named)
     die("pushed", step)
     return step
 
 
-def send_rows(self: AcknowledgedPushSender, seq: int) -> None:
-    """Die before rows leave for other nodes."""
-    die("unsent", seq)
-    SEND_ROWS(self, seq)
+def send_message(plain: Any, self: Any, slot: int, headers: np.ndarray, body: Any) -> None:
+    die("cut", int(headers[0, 1]), lambda: plain(self, slot, headers, body[:1]))
+    plain(self, slot, headers, body)
 
 
-def send_message(self: ShardSender, slot: int, headers: np.ndarray, body: Any) -> None:
-    """Die as a part of a message has begun to leave."""
-    args = self, slot, headers, body[:1]
-    die("cut", int(headers[0, 1]), lambda: SEND_MESSAGE(*args))
-    SEND_MESSAGE(self, slot, headers, body)
-
-
-def begin(self: RemoteRows, *given: Any) -> Any:
-    """Die as remote rows have been asked for."""
-    coming = BEGIN(self, *given)
-    die("asking", now + 1)
-    return coming
-
-
-def serve(self: PushedRows) -> bool:
+def serve(plain: Any, self: PushedRows) -> Any:
     """Apply nothing as long as a worker that has just died is believed to live."""
-    return (any_died() or not any(path.exists() for path in HELD)) and SERVE(self)
-
-
-def run_when_due(self: RoundEvaluation, step: int, epochs: float) -> None:
-    """Die as the others evaluate."""
-    die("evaluating", step)
-    EVALUATE(self, step, epochs)
-
-
-def apply(self: Slice, step: int, *given: Any) -> None:
-    """Die while a slice is updated."""
-    die("copying", step, lambda: self.old[0].fill(99))
-    die("partly", step, lambda: update_partly(self, step, *given))
-    APPLY(self, step, *given)
+    return (any_died() or not any(path.exists() for path in HELD)) and plain(self)
 
 
 now, grad = 0, np.zeros(0)
 HELD = [Path(each) for each in PLAN.split(",") if each.startswith("held")]
-PUSH, SERVE, EVALUATE = Sender.push, PushedRows.serve, RoundEvaluation.run_when_due
-ENTER, LEAVE, APPLY = NodeBarrier.enter, NodeBarrier.leave, Slice.apply
-SEND, RUN, DONE = Crossing.send, Crossing.run, NodesRound.done
-SEND_ROWS, SEND_MESSAGE = AcknowledgedPushSender.send, ShardSender.send_message
-BEGIN = RemoteRows.begin
-PLACES = {
-    NodeBarrier: (enter, leave), Slice: (apply,), Crossing: (run, send), NodesRound: (done,),
-    Sender: (push,), ShardSender: (send_message,), PushedRows: (serve,),
-    RemoteRows: (begin,), RoundEvaluation: (run_when_due,),
-}  # fmt: skip
-for owner, functions in PLACES.items():
-    for function in functions:
-        setattr(owner, function.__name__, function)
-AcknowledgedPushSender.send = send_rows  # type: ignore[method-assign]
-for kind in (SurvivableRound, NodesRound):
-    kind.exchange = dying(kind.exchange)  # type: ignore[method-assign]
+instead(exchange, SurvivableRound, NodesRound)
+instead(apply, Slice)
+instead(send, Crossing)
+instead(run, Crossing)
+instead(push, Sender)
+instead(send_message, ShardSender)
+instead(serve, PushedRows)
+for owner, name, *points, step_of in (
+    (NodeBarrier, "enter", "", "entered", lambda *_: now),
+    (NodeBarrier, "leave", "applied", "", lambda *_: now),
+    (NodesRound, "done", "placing", "", lambda *_: now),
+    (RemoteRows, "begin", "", "asking", lambda *_: now + 1),
+    (AcknowledgedPushSender, "send", "unsent", "", lambda self, seq: seq),
+    (RoundEvaluation, "run_when_due", "evaluating", "", lambda self, step, epochs: step),
+):
+    instead(dying(*points, step_of), owner, name=name)
 sys.argv = ["mpips.train", *WORDS]
 runpy.run_module("mpips.train", run_name="__main__", alter_sys=True)
