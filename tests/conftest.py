@@ -34,7 +34,7 @@ LONGEST = [  # each of half a minute or more, if with its long tests, the longes
         *("matrix/test_serial", "chaos/test_exact", "kernels/test_kernels"),
         *("problems/test_sparse_problems", "doctor/test_doctor", "launching/test_supervise"),
         *("snapshot/test_storage", "slurm/test_slurm_shell", "strategies/test_convergence"),
-        *("matrix/test_codecs", "optim/test_own_rules", "pytorch/test_processes"),
+        *("optim/test_own_rules", "pytorch/test_processes"),
         *("config/test_command_line", "launching/test_remote_execution"),
     )
 ]

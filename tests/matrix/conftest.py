@@ -3,7 +3,7 @@
 import pytest
 from runs import Plan, names_asked
 
-from tests.matrix.jobs import EVERY, add
+from tests.matrix.jobs import JOBS, add
 
 
 @pytest.fixture(scope="module")
@@ -12,9 +12,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     plan, asked = Plan(tmp_path_factory.mktemp("runs")), names_asked(request)
     for test in asked & getattr(request.module, "NEEDS", {}).keys():
         asked |= request.module.NEEDS[test]
-    for name in filter(asked.__contains__, EVERY):
+    for name in filter(asked.__contains__, JOBS):
         add(plan, name)
-    for test, add_runs in request.module.MORE.items():
+    for test, add_runs in getattr(request.module, "MORE", {}).items():
         if test in asked:
             add_runs(plan)
     plan.run(600)

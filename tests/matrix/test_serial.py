@@ -1,35 +1,51 @@
-"""Modes that give one result give that of a run without any MPI, written from the equations."""
+"""Jobs beside a run without any MPI, written from the equations, or beside one without a codec."""
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from launch import ROOT, run
-from references import TOLERANCE
 from runs import Plan, summary
 
+from mpips.codecs.powersgd import Factors
 from mpips.kernels.vectors import addresses_of
-from mpips.optim import make_rule
-from mpips.rounds.averaging import SlowMomentum
+from mpips.layout import Layout
 from mpips.tables.rounds import COUNT, PLACES, SUMS, WORDS, merge_rows
-from tests.matrix.jobs import ROWS_JOB, of_matrix
+from tests.matrix.jobs import FIRST, of_matrix
 from tests.matrix.oracles import check
 
+KINDS = ("rounds", "local", "elastic", "rows", "codec", "summed", "nan")
 PROGRAM = str(ROOT / "tests" / "library" / "programs" / "tables.py")
 
 
 def add_async_rows(plan: Plan) -> None:
     more = "--mode async --servers 1 --node-size 1 --optimizer adagrad --epochs 1"
-    plan.add("async rows", 3, [*ROWS_JOB.split(), *more.split()])
+    plan.add("async rows", 3, [*FIRST["rows"].split(), *more.split()], quiet=False)
 
 
+REPORT_BYTES = 64  # a cache line
+NEEDS = {"test_the_summary_has_the_bytes_between_nodes": {"summed, low rank", "summed, wide"}}
 MORE = {"test_workers_of_other_nodes_evaluate_the_end": add_async_rows}
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", of_matrix("rounds", "local", "elastic", "rows"))
+@pytest.mark.parametrize("name", of_matrix(*KINDS))
 def test_job(name: str, runs: Plan) -> None:
     check(runs, name)
+
+
+@pytest.mark.launch
+@pytest.mark.long
+@pytest.mark.one_mpi
+def test_the_summary_has_the_bytes_between_nodes(runs: Plan) -> None:
+    """Of each sum half crosses from either of the two nodes: of gradients, factors, a report."""
+    found = {job: summary(runs.out(f"summed, {job}")) for job in ("low rank", "wide")}
+    layout = Layout.of({"w": (64, 256), "x": (256, 256), "y": (256, 10), "b": (256 + 256 + 10,)})
+    sent = {"low rank": Factors.of(layout, "float32", 4).sent, "wide": layout.size}
+    for name, of_run in found.items():
+        assert of_run["bytes_sent"] == of_run["global_step"] * (4 * sent[name] + REPORT_BYTES)
+    assert found["low rank"]["accuracy"] >= found["wide"]["accuracy"] - 0.005
 
 
 @pytest.mark.launch
@@ -37,6 +53,8 @@ def test_job(name: str, runs: Plan) -> None:
 def test_workers_of_other_nodes_evaluate_the_end(runs: Plan) -> None:
     """By rows of servers that serve no more."""
     assert summary(runs.out("async rows"))["accuracy"] > 0.5
+    (said,) = runs.outputs("async rows")
+    assert re.search(r"^workers sent \S+ .?B to other nodes and had \S+ .?B from them$", said, re.M)
 
 
 @pytest.mark.launch
@@ -65,17 +83,3 @@ def test_lists_of_workers_are_merged(dtype: str) -> None:
             expected[place] += out.dtype.type(weight) * gradients
         np.testing.assert_array_equal(local[:n], np.unique(np.concatenate(places)))
         np.testing.assert_array_equal(out[:n], expected[local[:n]])
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("given", [False, True])
-def test_an_outer_step_is_that_of_nesterov_momentum(dtype: str, given: bool) -> None:
-    """What a round has changed is a gradient to the rule; it is given that, or the mean."""
-    rng = np.random.default_rng(0)
-    w, mean, velocity = (rng.standard_normal(5000).astype(dtype) for _ in range(3))
-    params, v, expected, outer = w.copy(), velocity.copy(), w.copy(), velocity.copy()
-    rule = SlowMomentum(momentum=0.9, rate=0.7, nesterov=True, given=given)
-    rule.apply(params, w - mean if given else mean, (v,), 1, 0.1)
-    make_rule("nesterov", momentum=0.9).apply(expected, w - mean, (outer,), 1, 0.7)
-    np.testing.assert_allclose(params, expected, rtol=0, atol=10 * TOLERANCE[dtype])
-    np.testing.assert_array_equal(v, outer)

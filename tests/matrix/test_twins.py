@@ -1,7 +1,6 @@
 """A run that was stopped or killed and resumed ends as if nothing had happened."""
 
 import importlib.util
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,18 +16,13 @@ from runs import (
 )
 
 from mpips.checkpoint import list_checkpoints, open_checkpoint
-from mpips.config import Config
-from mpips.config.command_line import parse_command_line
-from mpips.session.folder import find_run, save_config
 from mpips.tables.saved_rows import find_rows
 from tests.chaos.exact import expected_counts, own
-from tests.matrix.jobs import CLICKS, add_parts, of_matrix, parts
+from tests.matrix.jobs import CLICKS, of_matrix, parts
 from tests.matrix.oracles import check
 
 pytestmark = pytest.mark.launch
 
-COUNTED = parts("""4 --steps 6 --servers 0 --lr 32 | 4 --steps 15 --servers 2 --lr 16 |
-  1 --steps 20 --servers 0 --lr 8""")
 KEPT = "--mode local_sgd --outer-momentum 0.5 --local-slots keep"
 MODES = parts(f"""3 --mode sync | 4 --mode local_sgd --outer-momentum 0.5 |
   2 --mode local_sgd --outer-momentum 0.5 --servers 1 | 3 {KEPT} | 4 {KEPT} |
@@ -46,13 +40,6 @@ WORLDS = (  # ranks, options
     (4, "--node-size 1 --codec topk --topk-ratio 0.1"),
     (5, "--servers 1 --node-size 2"),
 )
-
-
-def add_sync_counting(plan: Plan) -> None:
-    """Add a run on 4, 2, and 1 workers, each stopped in the midst of an epoch by ``--steps``."""
-    data = counting(samples_file(plan.folder, 128), kind="MeanCounting")
-    words = [*data, "--mode", "sync", "--batch-size", "8"]
-    add_parts(plan, "sync counting", COUNTED, words)
 
 
 def add_modes(plan: Plan) -> None:
@@ -105,7 +92,6 @@ MORE = {
     "test_nodes_without_workers_change_no_bit": add_divided,
     "test_a_resumed_worker_of_hybrid_goes_on_with_its_bits": add_resumed_hybrid,
     "test_one_worker_of_hybrid_is_one_of_sync": add_one_worker,
-    "test_sync_counts_on_other_numbers_of_workers": add_sync_counting,
     "test_a_run_may_go_on_in_another_mode": add_modes,
     "test_parameters_and_residuals_are_all_gradients": add_worlds,
 }
@@ -146,16 +132,6 @@ def test_a_resumed_worker_of_hybrid_goes_on_with_its_bits(codec: str, runs: Plan
     np.testing.assert_array_equal(*rows)
 
 
-@pytest.mark.one_mpi
-def test_sync_counts_on_other_numbers_of_workers(runs: Plan) -> None:
-    """4 workers x 6 rounds, then 2 x 9 and 1 x 5 more, of 8 samples each: 376 samples in all."""
-    checkpoint = final(runs.out("sync counting"))
-    samples = 8 * (4 * 6 + 2 * 9 + 1 * 5)
-    counts = checkpoint.layout.views(checkpoint.read_params())["counts"]
-    assert checkpoint.state["samples"] == samples == counts.sum()
-    assert set(counts.tolist()) == {samples // 128, samples // 128 + 1}
-
-
 @pytest.mark.long
 @pytest.mark.other_mpi
 def test_a_run_may_go_on_in_another_mode(runs: Plan) -> None:
@@ -181,21 +157,3 @@ def test_parameters_and_residuals_are_all_gradients(runs: Plan) -> None:
     assert kept > len(WORLDS)
     assert {len(checkpoint.workers) for checkpoint in found} == {4, 5}
     assert expected_counts(found[-1], SAMPLES).tolist() == [len(WORLDS)] * SAMPLES
-
-
-@pytest.mark.parametrize(
-    "left", ["config.toml.tmp", "config.toml", "checkpoints/step-000000000000/"]
-)
-def test_run_killed_before_its_first_checkpoint_begins_anew(left: str, tmp_path: Path) -> None:
-    """``--resume auto`` starts where a killed job has left a folder, and nothing to continue."""
-    line = parse_command_line(["--out", str(tmp_path), "--resume", "auto", "--epochs", "3"])
-    if left.endswith("/"):
-        (tmp_path / left).mkdir(parents=True)
-        (tmp_path / left / "shard-0000.h5.tmp").write_text("half")
-    if left != "config.toml.tmp":
-        save_config(tmp_path, Config())
-    (tmp_path / "config.toml.tmp").write_text("epo")
-    (tmp_path / ".lock").touch()  # as each start does first
-    found = find_run(line)
-    assert (found.out, found.resumed, found.checkpoint) == (tmp_path, False, None)
-    assert found.config.epochs == 3
