@@ -7,14 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import launch
-import numpy as np
 import pytest
 
 from benchmarks.convergence import CASES, PROBLEMS, SERIAL, RunResult, compared
-from benchmarks.curves import mean
 
-# Of those of a kind one is run: a mode with servers, and one in rounds; a codec that is an option,
-# one that is in the job file. tests/config/test_jobs.py has the job files of the others.
+# Of those of a kind one is run: tests/config/test_jobs.py has the job files of the others.
 LEFT_OUT = (
     *("ssp", "sync, 1 backup", "local_sgd", "easgd", "bf16, adam", "int8, adam", "onebit, sgd"),
     *("none, rounds", "powersgd, rounds"),
@@ -38,13 +35,6 @@ def results(**changed: RunResult) -> dict[str, list[RunResult]]:
         name: [changed.get(name, ONE if case.beside in (None, SERIAL) else packed)]
         for name, case in CASES.items()
     }
-
-
-def test_curves_are_means_as_remote_as_all_seeds_reach() -> None:
-    seeds = [np.array([[1.0, 3.0, 5.0], [80.0, 90.0, 96.0]]), np.array([[0.0, 4.0], [90.0, 98.0]])]
-    x, y = mean(seeds)
-    assert (x[0], x[-1], y[0], y[-1]) == (1.0, 4.0, 86.0, 95.5)
-    assert set(mean([np.array([[2.0], [50.0]])] * 2)[1]) == {50.0}, "of a quick run"
 
 
 def test_the_mean_is_aimed_at_and_the_worst_is_shown() -> None:

@@ -1,12 +1,13 @@
 """The rows of a push as a message: whole, and without the list of the push before."""
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from mpips.codecs import make_codec
+from mpips.codecs import Codec, make_codec
 from mpips.layout.tables import Table
+from mpips.mpi.window import Window
 from mpips.optim.row_rules import Sgd
 from mpips.planning.tables import JobTable
 from mpips.transport import rows as packed_rows
@@ -21,11 +22,12 @@ TABLES = [
 
 
 class Memory:
-    """A worker's segment."""
+    """A worker's segment, with the packer of its pushes."""
 
-    def __init__(self) -> None:
-        fields = rows_fields(TABLES, SERVERS, "float32")
+    def __init__(self, codec: Codec | None = None) -> None:
+        fields, own = rows_fields(TABLES, SERVERS, "float32"), cast(Window, self)
         self._fields = {field.name: np.zeros(field.shape, field.dtype) for field in fields}
+        self.packer = RowsPacker(own, 0, TABLES, SERVERS, SERVER, Packing(codec), 0)
 
     def view(self, rank: int, name: str) -> np.ndarray:
         return self._fields[name]
@@ -40,12 +42,12 @@ class Memory:
         all_places[3 : 3 + n], all_sums[3 : 3 + n] = places, sums
 
 
-def sent(packer: RowsPacker, unpacker: RowsUnpacker, seq: int, worker: int = 0) -> tuple[Any, int]:
+def unpacker_of(codec: Codec | None = None) -> RowsUnpacker:
+    return RowsUnpacker(TABLES, SERVERS, SERVER, "float32", codec)
+
+
+def arrived(message: np.ndarray, unpacker: RowsUnpacker, worker: int = 0) -> tuple[Any, int]:
     """Return what arrives of a push, and the bytes that it took."""
-    return arrived(packer.pack(seq), unpacker, worker)
-
-
-def arrived(message: np.ndarray, unpacker: RowsUnpacker, worker: int) -> tuple[Any, int]:
     place = unpacker.place()
     place[: len(message)] = message
     place[len(message) :] = 255
@@ -54,11 +56,8 @@ def arrived(message: np.ndarray, unpacker: RowsUnpacker, worker: int) -> tuple[A
 
 @pytest.mark.parametrize("codec", ["none", "fp16", "bf16", "int8", "int4", "onebit"])
 def test_rows_arrive(codec: str) -> None:
-    memory, rng = Memory(), np.random.default_rng(1)
-    made = make_codec(codec)
-    packing = Packing(made)
-    packer = RowsPacker(memory, 0, TABLES, SERVERS, SERVER, packing, 0)  # type: ignore[arg-type]
-    unpacker = RowsUnpacker(TABLES, SERVERS, SERVER, "float32", made)
+    made, rng = make_codec(codec), np.random.default_rng(1)
+    memory, unpacker = Memory(made), unpacker_of(made)
     wide, thin = np.sort(rng.choice(3000, 1500, replace=False)), np.array([0, 7, 12])
     took = []
     for seq, (first, second) in enumerate([(wide, thin), (wide, thin), (wide[:40], thin[:0])], 1):
@@ -68,7 +67,7 @@ def test_rows_arrive(codec: str) -> None:
         sums = [each * rng.integers(1, 64, (len(each), 1)) for each in signs]
         for table, places, values in zip(TABLES, (first, second), sums, strict=True):
             memory.put(seq, table.name, places, values)
-        found, nbytes = sent(packer, unpacker, seq)
+        found, nbytes = arrived(memory.packer.pack(seq), unpacker)
         took.append(nbytes)
         for section, places, values in zip(found, (first, second), sums, strict=True):
             np.testing.assert_array_equal(section.places, places)
@@ -109,15 +108,13 @@ def test_rows_are_rounded_each_by_its_own_size(name: str, dim: int) -> None:
 
 
 def test_lists_are_each_worker_s_own() -> None:
-    memories = [Memory(), Memory()]
-    unpacker = RowsUnpacker(TABLES, SERVERS, SERVER, "float32", None)
-    packers = [RowsPacker(m, 0, TABLES, SERVERS, SERVER, Packing(), 0) for m in memories]  # type: ignore[arg-type]
+    memories, unpacker = [Memory(), Memory()], unpacker_of()
     for seq in (1, 2, 3, 4):
         for worker, memory in enumerate(memories):
             places = np.array([3, 9 + worker]) if seq != 3 else np.zeros(0, np.int64)
             memory.put(seq, "wide", places, np.full((len(places), 16), 10 * seq + worker))
             memory.put(seq, "thin", np.array([seq]), np.ones((1, 1)))
-            (wide, thin), _ = sent(packers[worker], unpacker, seq, worker)
+            (wide, thin), _ = arrived(memory.packer.pack(seq), unpacker, worker)
             np.testing.assert_array_equal(wide.places, places)
             assert (wide.sums == 10 * seq + worker).all()
             np.testing.assert_array_equal(thin.places, [seq])
@@ -128,16 +125,15 @@ def test_the_largest_push_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_rows, "TRANSFER_MAX_BYTES", 100_000)
     monkeypatch.setattr(packed_rows, "PIECE_BYTES", 5_000)
     monkeypatch.setattr(packed_rows, "MOST_PIECES", 20)
-    memory = Memory()
-    packer = RowsPacker(memory, 0, TABLES, SERVERS, SERVER, Packing(), 0)  # type: ignore[arg-type]
-    unpacker = RowsUnpacker(TABLES, SERVERS, SERVER, "float32", None)
+    memory, unpacker = Memory(), unpacker_of()
+    packer = memory.packer
     memory.put(1, "wide", np.arange(3000), np.ones((3000, 16)))
     memory.put(1, "thin", np.arange(13), np.ones((13, 1)))
     message = packer.pack(1)
     pieces = packed_rows.pieces_of(message, packer.most)
     transfers = -(-unpacker.place().size // 100_000)
     assert len(pieces) == transfers > 1
-    (wide, thin), _ = arrived(message, unpacker, 0)
+    (wide, thin), _ = arrived(message, unpacker)
     for found in (pieces, packed_rows.pieces_in_turn(message)):
         np.testing.assert_array_equal(np.concatenate(found), message)
     assert len(found) == 20
