@@ -28,7 +28,7 @@ class Rig:
     """This rank's part: `server` and `receiver`, or `puller` and `sender`; for a ``with`` block.
 
     The rule is SGD with rate -1, so that parameters are the sum of the gradients applied; `more` is
-    of `Design`. At the end of the block all ranks fail if any has put something into `wrong`.
+    of `Design`. At the end of the block all ranks fail if any did not find what it expects.
     """
 
     def __init__(
@@ -73,6 +73,11 @@ class Rig:
     def __enter__(self) -> "Rig":
         return self
 
+    def expect(self, good: object, *what: object) -> None:
+        """Keep `what` to be told at the end, where all ranks fail, unless this is `good`."""
+        if not good:
+            self.wrong.append(what)
+
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             check(self.cluster.comm, not self.wrong, self.wrong[:3])
@@ -88,11 +93,26 @@ class Rig:
         self.worker_half.batch_queue.numbers.clear()
         self.worker_half.batch_queue.numbers.append(number)
 
-    def clock(self) -> int:
-        """Return the clock of the next batch."""
-        return self.number // len(self.roles.workers)
+    def push(
+        self,
+        grad: np.ndarray,
+        read: np.ndarray | None = None,
+        origin: np.ndarray | None = None,
+        samples: int = 1,
+    ) -> None:
+        """Push a gradient when its buffer may be written: who still reads it would see NaN."""
+        seq, sender = self.sender.seq + 1, self.sender
+        self.cluster.wait(lambda: sender.writable(seq))
+        sender.buffer(seq).fill(np.nan)
+        sender.buffer(seq)[:] = grad
+        if origin is not None:
+            self.replicas[seq % 2] = origin
+        versions = self.puller.versions if read is None else read
+        sender.push((0, seq, seq + 1), samples, 0.0, versions, self.number)
 
-    def serve(self, apply: Callable[[Push], None], idle: Callable[[], None] = lambda: None) -> None:
+    def serve(
+        self, apply: Callable[[Push], object], idle: Callable[[], None] = lambda: None
+    ) -> None:
         """Take pushes until each worker has said how many it sent, and all of them are applied."""
         final: dict[int, int] = {}
         backoff = Backoff(self.cluster.ranks_per_core)
@@ -106,8 +126,7 @@ class Rig:
                 if kind == "fin":
                     self.server.finished(source, payload)
                     final[self.roles.workers.index(source)] = payload
-                else:
-                    self.answer(source, kind, payload)
+                self._answer(source, kind, payload)
             if push is None:
                 self.cluster.progress()
                 backoff.pause()
@@ -122,22 +141,19 @@ class Rig:
             self.server.serve_reads()
             self.cluster.progress()
             for source, kind, payload in self.cluster.poll():
-                if kind == "read":
-                    self.server.want_read(source, payload[1:])
                 enough += kind == "enough"
+                self._answer(source, kind, payload)
+
+    def _answer(self, source: int, kind: str, payload: Any) -> None:
+        if kind == "read":
+            self.server.want_read(source, payload[1:])
+        elif kind == "cancel wait":
+            self.server.clocks.cancel_wait(source)
 
     def see_enough(self) -> None:
         """End `serve_reads` of the servers."""
         for rank in self.roles.servers:
             self.cluster.send(rank, "enough")
-
-    def answer(self, source: int, kind: str, payload: Any) -> None:
-        """Act on a message about remote reads."""
-        if kind == "read":
-            self.server.want_read(source, payload[1:])
-        else:
-            assert kind == "cancel wait", kind
-            self.server.clocks.cancel_wait(source)
 
     def _served(self, final: dict[int, int]) -> bool:
         ended = len(final) == len(self.roles.workers)

@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 from verdict import check
 
-from mpips.codecs import Codec, make_codec
+from mpips.codecs import make_codec
 from mpips.kernels.atomics import observe
 from mpips.layout import cut
 from mpips.layout.roles import assign
@@ -26,14 +26,6 @@ from mpips.transport.wire import Packing
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=4)]
 
 N, PUSHES = 70_003, 12
-
-
-def design_of(servers: int, codec: Codec | None) -> Design:
-    rule, packing = make_rule("sgd"), Packing(codec, seed=3)
-    return Design(
-        cut(N, servers, 8), "float64", rule, lambda version: -1.0, kept=True, far_read="reply",
-        pushes=packing, replies=Packing(codec, seed=3), consistent=True,
-    )  # fmt: skip
 
 
 def work(cluster: Cluster, half: WorkerHalf) -> list[object]:
@@ -83,13 +75,17 @@ def serve(cluster: Cluster, half: ServerHalf, most: list[int]) -> None:
 
 @contextlib.contextmanager
 def halves(
-    node_size: int, codec: str | None = None, **placed: Any
+    node_size: int, codec: str = "none", **placed: Any
 ) -> Iterator[tuple[Cluster, Any, list[object]]]:
     """This rank's half, a server's open, and a list for what is wrong: then all fail together."""
     cluster = Cluster(MPI.COMM_WORLD, node_size=node_size)
     cluster.roles = assign("async", cluster.hosts, cluster.node_of, **placed)
-    packing = make_codec(codec) if codec else None
-    half, wrong = assemble(cluster, design_of(len(cluster.roles.servers), packing)), list[object]()
+    packing = Packing(make_codec(codec), seed=3)
+    design = Design(
+        cut(N, len(cluster.roles.servers), 8), "float64", make_rule("sgd"), lambda version: -1.0,
+        kept=True, far_read="reply", pushes=packing, replies=packing, consistent=True,
+    )  # fmt: skip
+    half, wrong = assemble(cluster, design), list[object]()
     if isinstance(half, ServerHalf):
         half.server.start_from(0)
         half.open(cluster.wait_request)
@@ -107,19 +103,17 @@ def push_twice(half: WorkerHalf) -> None:
         half.sender.push((0, 0, 1), 1, 0.0, half.puller.versions)
 
 
-@pytest.mark.parametrize("codec", [None, "fp16"])
-def test_what_comes_twice_is_applied_once(codec: str | None) -> None:
+@pytest.mark.parametrize("codec", ["none", "fp16"])
+def test_what_comes_twice_is_applied_once(codec: str) -> None:
     """Each rank is a node. Parameters are small whole numbers, which float16 holds."""
     servers = min(2, MPI.COMM_WORLD.size - 1)
     with halves(1, codec, servers=servers) as (cluster, half, wrong):
         if isinstance(half, ServerHalf):
             most = [0]
             serve(cluster, half, most)
-            if most[0] > 2:
-                wrong.append(f"{most[0]} bodies at a time")
-            for worker in range(len(cluster.roles.workers)):
-                count = observe(half.server.applied, worker)
-                wrong += [] if count == PUSHES else [(worker, count)]
+            counts = [observe(half.server.applied, w) for w in range(len(cluster.roles.workers))]
+            if most[0] > 2 or set(counts) != {PUSHES}:
+                wrong += [f"{most[0]} bodies at a time", counts]
         else:
             wrong += work(cluster, half)
 

@@ -57,23 +57,17 @@ class Serial:
         self.round = []
 
 
-def work(rig: Rig) -> list[object]:
-    wrong: list[object] = []
-    puller, sender = rig.puller, rig.sender
+def work(rig: Rig) -> None:
+    puller = rig.puller
     for seq in range(1, pushes_of(rig.id) + 1):
-        rig.cluster.wait(lambda seq=seq: sender.writable(seq))
         puller.pull(rig.replica)
         while not puller.usable:
             puller.pull(rig.replica)
         version = puller.versions[0]
-        if (puller.versions != version).any():
-            wrong.append(puller.versions.copy())
-        if np.abs(rig.replica[::2] - version).max() > 1e-12:
-            wrong.append((version, rig.replica[::2].min(), rig.replica[::2].max()))
-        sender.buffer(seq)[:] = gradient(rig.id, seq)
-        sender.push((0, seq, seq + 1), samples(rig.id, seq), 0.0, puller.versions)
+        rig.expect((puller.versions == version).all(), puller.versions.copy())
+        rig.expect(np.abs(rig.replica[::2] - version).max() <= 1e-12, version, rig.replica[::2])
+        rig.push(gradient(rig.id, seq), samples=samples(rig.id, seq))
     rig.finish()
-    return wrong
 
 
 @pytest.mark.parametrize("backup", [pytest.param(0, marks=SMALL), pytest.param(1, marks=SMALL), 2])
@@ -83,14 +77,14 @@ def test_a_round_takes_the_first(cluster: Cluster, servers: int, backup: int) ->
         pytest.skip("leaves no worker to a round")
     with Rig(cluster, N, servers, backup=backup) as rig:
         if rig.worker:
-            rig.wrong += work(rig)
+            work(rig)
         else:
-            rig.wrong += serve(rig, backup)
+            serve(rig, backup)
 
 
-def serve(rig: Rig, backup: int) -> list[object]:
+def serve(rig: Rig, backup: int) -> None:
     """Serve slowly, and compare with the reference; that a round ended early, it is told."""
-    workers, wrong = len(rig.roles.workers), list[object]()
+    workers = len(rig.roles.workers)
     serial = Serial(rig.shard.range, workers, backup)
     turn, taken = itertools.count(rig.id), [0] * workers
 
@@ -104,20 +98,15 @@ def serve(rig: Rig, backup: int) -> list[object]:
     def follow() -> None:
         if rig.server.version > serial.version:
             others = set(range(workers)) - {push.worker for push in serial.round}
-            if not serial.round or any(taken[w] < pushes_of(w) for w in others):
-                wrong.append(("ended early", taken, serial.round))
+            over = serial.round and all(taken[w] >= pushes_of(w) for w in others)
+            rig.expect(over, "ended early", taken, serial.round)
             serial.end()
 
     rig.serve(apply, follow)
     follow()
     server, total = rig.server, sum(taken)
-    if np.abs(server.params - serial.w).max() > 1e-12:
-        wrong.append(server.params - serial.w)
-    counts = (server.version, server.tally.dropped, server.tally.handled)
-    if counts != (serial.version, serial.dropped, total) or serial.round:
-        wrong.append((*counts, serial.version, serial.dropped, total))
-    if total != sum(pushes_of(w) for w in range(workers)):
-        wrong.append(("pushes", total))
-    if workers > 1 and backup == 0 and server.tally.dropped:
-        wrong.append("dropped without a backup worker")
-    return wrong
+    rig.expect(np.abs(server.params - serial.w).max() <= 1e-12, server.params - serial.w)
+    counts, dropped = (server.version, server.tally.handled), server.tally.dropped
+    rig.expect(counts == (serial.version, total) and dropped == serial.dropped, counts, dropped)
+    rig.expect(not serial.round and total == sum(map(pushes_of, range(workers))), total)
+    rig.expect(workers == 1 or backup or not dropped, "dropped without a backup worker")

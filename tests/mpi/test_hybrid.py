@@ -54,10 +54,9 @@ def test_rows_hold_what_the_bound_says_and_no_later_round(cluster: Cluster, boun
     """Servers that do nothing hold workers up as late as may be; and take no later round's rows."""
     if cluster.world == 1:
         pytest.skip("leaves no worker")
-    job = make_job(cluster, bound)
-    tables, wrong = HybridTables(job, Transfers(cluster)), list[object]()
+    job, wrong = make_job(cluster, bound), list[object]()
+    tables = HybridTables(job, Transfers(cluster))
     owned, workers = tables.owned, len(cluster.roles.workers)
-    near = any(map(cluster.is_local, cluster.roles.servers))
     if owned is not None:
         owned.fill(job)
         cluster.serving = None
@@ -69,7 +68,7 @@ def test_rows_hold_what_the_bound_says_and_no_later_round(cluster: Cluster, boun
         for step in range(free):
             tables.pusher.begin_step(step)
             push(tables, step)
-        if near and tables.pusher.may_begin(free):
+        if any(map(cluster.is_local, cluster.roles.servers)) and tables.pusher.may_begin(free):
             wrong.append(f"step {free} may begin")
     cluster.barrier()
     if owned is not None:
@@ -86,9 +85,8 @@ def test_rows_hold_what_the_bound_says_and_no_later_round(cluster: Cluster, boun
     cluster.barrier()
     if owned is not None:
         tables.settle(2)
-        params = [rows.params for rows in (served.changed_rows() for served in tables.owned.tables)]
-        if any((rows != 2 * workers).any() for rows in params):
-            wrong.append(params)
+        params = [served.changed_rows().params for served in owned.tables]
+        wrong += [rows for rows in params if (rows != 2 * workers).any()]
     cluster.barrier()
     if owned is not None:
         tables.of_epoch(0, 0)

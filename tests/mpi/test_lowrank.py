@@ -1,6 +1,5 @@
 """Rounds of PowerSGD against a serial run in float64, written from the paper's algorithms."""
 
-import math
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from mpips.planning.job import Job
 from mpips.problems.base import initial_vector
 from mpips.rounds.base import Round
 from mpips.rounds.powersgd import PowerSgdRound
-from mpips.rounds.shared import SharedRound, make_round
+from mpips.rounds.shared import make_round
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=4, min_nodes=2)]
 
@@ -128,35 +127,6 @@ def test_rounds_equal_the_paper(cluster: Cluster, servers: int, options: dict[st
     check(cluster.comm, cluster.comm.allreduce(kept) == cluster.nodes * sizes, kept)
 
 
-def low_rank(worker: int, number: int, params: np.ndarray) -> np.ndarray:
-    """Matrices of two common columns, and zero in the first round."""
-    found = []
-    for at, (name, shape) in enumerate(SHAPES.items()):
-        m, n = LARGE.get(name, (1, math.prod(shape)))
-        columns = np.random.default_rng(at).standard_normal((m, 2))
-        found.append(columns @ np.random.default_rng([worker, number, at]).normal(size=(2, n)))
-    flat = np.concatenate([part.ravel() for part in found])
-    return (flat * (number != 1)).astype(params.dtype)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("case", ["low rank", "large rank"])
-def test_what_fits_into_the_rank_is_exact(cluster: Cluster, case: str, dtype: str) -> None:
-    """Gradients of a lower rank than r, which lose columns; and an r that packs nothing."""
-    ends = []
-    options = {"optimizer": "momentum", "dtype": dtype, "clip": 3.0}
-    rank = 4 if case == "low rank" else 40
-    grad = low_rank if case == "low rank" else gradient
-    for packing in ({}, {"codec": "powersgd", "powersgd_rank": rank}):
-        job = make_job(cluster, 0, SHAPES, **options, **packing)
-        rounds = start(job)
-        for number in range(1, STEPS + 1):
-            step(job, rounds, number, grad=grad)
-        ends.append(end(job, rounds))
-    apart = distance(ends[1], ends[0])
-    check(cluster.comm, apart <= {"float32": 1e-6, "float64": 1e-13}[dtype], apart)
-
-
 def test_a_start_brings_parameters_and_slots_to_every_node(cluster: Cluster) -> None:
     """As after a resume, with momentum that is not zero."""
     ends = []
@@ -194,13 +164,3 @@ def test_nodes_that_differ_are_found(cluster: Cluster, what: str) -> None:
         told = str(error)
     end(job, rounds)
     check(cluster.comm, ("differ" in told) == (what in ("params", "slots")), told)
-
-
-def test_a_round_of_one_node_packs_nothing(cluster: Cluster) -> None:
-    whole = Cluster(cluster.comm, cluster.world)
-    rounds = make_round(make_job(whole, 0, SHAPES, optimizer="sgd", codec="powersgd"))
-    kind = type(rounds)
-    whole.barrier()
-    rounds.free()
-    whole.free()
-    check(cluster.comm, kind is SharedRound, kind)

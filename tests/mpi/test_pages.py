@@ -113,38 +113,6 @@ def memory_in_use(memory: np.ndarray) -> int:
     return int((here & 1).sum()) * mmap.PAGESIZE
 
 
-def test_private_memory_that_was_to_be_of_small_pages(puts_together: bool) -> None:
-    room = mmap.mmap(-1, 4 * LARGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    room.madvise(mmap.MADV_NOHUGEPAGE)
-    memory = np.frombuffer(room, np.uint8)
-    memory[: 3 * LARGE] = 7
-    large = LargePages(lambda: [memory])
-    large.look()
-    assert (memory[: 3 * LARGE] == 7).all()
-    assert not memory[3 * LARGE :].any()
-    assert large.nbytes >= 2 * LARGE or not puts_together
-
-
-def test_looks_are_remote_apart_where_there_is_nothing_to_do(
-    remapped: Remapped, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now, asked = [0.0], list[float]()
-    monkeypatch.setattr(pages, "perf_counter", lambda: now[0])
-
-    def used() -> list[np.ndarray]:
-        asked.append(now[0])
-        return [remapped.memory]
-
-    large = LargePages(used)
-    while now[0] < 1000:
-        large.look()
-        now[0] += 0.01
-    gaps = np.diff(asked)
-    assert (gaps[1:] >= gaps[:-1] - 0.02).all()
-    assert len(gaps) < 30
-    assert gaps.max() == pytest.approx(pages.MOST_WAIT_S, abs=0.02)
-
-
 def test_what_fills_later_is_found_and_what_is_given_back_is_forgotten(
     remapped: Remapped, puts_together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

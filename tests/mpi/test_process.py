@@ -1,13 +1,71 @@
-"""Processes of this host: ranks that have not come to a run, and memory that is kept."""
+"""A process as a rank: before MPI starts, its name, its memory, its signals."""
 
 import contextlib
 import json
+import os
 import platform
 import subprocess
 import sys
 
 import pytest
 from launch import environment, python
+
+from mpips.launch.mpirun import default_launcher, is_open_mpi, trial
+from mpips.mpi import start
+
+PROMISED = 32767  # MPI-4.1, 9.1.2: the least value that MPI_TAG_UB may have
+APART = ["unshare", "--user", "--map-root-user"]
+COPIES = """
+import mpips.mpi.world
+import numpy as np
+from mpi4py import MPI
+
+MPI.COMM_WORLD.Bcast(np.zeros(100_000))
+"""
+
+
+@pytest.mark.launch
+def test_ranks_in_containers_of_their_own() -> None:
+    """MPICH died as it started, as the kernel lets no rank read the memory of another one."""
+    if subprocess.run([*APART, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs user namespaces")
+    for wrapper in (APART, []):
+        done = trial([*default_launcher(), "-n", "4", *wrapper, sys.executable, "-c", COPIES])
+        assert done.returncode == 0, done.stderr
+        told = f"mpips: {start.COPIES}=0 is set, as MPICH cannot copy between containers; if"
+        assert done.stderr.count(told) == (bool(wrapper) and not is_open_mpi())
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, "^ofi"),  # a process by itself
+        ({"PMIX_RANK": "0"}, None),  # srun, which tells no size
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "^ofi"),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, None),
+        ({"OMPI_MCA_btl": "self,sm"}, "self,sm"),  # the user's choice
+    ],
+)
+def test_a_world_of_one_host_leaves_the_network_out(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str | None
+) -> None:
+    for name in ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_MCA_btl", "PMIX_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with start.unused_networks_left_out():
+        assert os.environ.get(start.BTL) == expected
+    assert os.environ.get(start.BTL) == variables.get(start.BTL)
+
+
+def test_tags_are_legal_and_differ_from_each_other() -> None:
+    known = [value for name, value in vars(start).items() if name.startswith("TAG_")]
+    kinds = (start.HEADERS, start.BODIES, start.REPLIES)
+    shards = [start.tag_of(k, kind) for k in range(start.SHARDS_MAX) for kind in kinds]
+    known += shards[1:]  # the first is TAG_SHARD
+    assert len(set(known)) == len(known)
+    assert 0 < min(known) <= max(known) <= PROMISED
+
 
 NAMES = """
 from pathlib import Path
@@ -120,3 +178,64 @@ def test_what_a_step_frees_is_not_cleared_again_by_the_kernel() -> None:
     for how in ("kept", "given back"):
         faults[how] = int(python("-c", STEPS, how).stdout)
     assert faults["kept"] < 2048 < faults["given back"], faults
+
+
+INTERRUPTS = """
+import ctypes, os, sys, threading
+from mpips.mpi import signals
+if sys.argv[1] != "nobody":
+    signals.install()
+if sys.argv[1] != "itself":
+    signals.divert()
+number = signals.SIGNALS[int(sys.argv[2])]
+if sys.argv[1] != "nobody":
+    threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
+slept = ctypes.CDLL(None).usleep(400_000)
+print(slept, signals.received(), threading.active_count())
+"""
+
+
+@pytest.mark.parametrize(
+    ("notes", "number", "printed"),
+    [("itself", "0", "-1 SIGUSR1 1"), ("a thread", "2", "0 SIGINT 2"), ("nobody", "0", "0 None 1")],
+)
+def test_who_notes_a_signal(notes: str, number: str, printed: str) -> None:
+    """A call of C is interrupted, unless a thread of its own takes what comes."""
+    assert python("-c", INTERRUPTS, notes, number).stdout == f"{printed}\n"
+
+
+AGAIN = """
+import os
+from mpips.mpi import signals
+
+def sent(name, now):
+    os.kill(os.getpid(), getattr(signals.signal, name))
+    return signals.again(now)
+
+assert signals.again(0.0) is None
+signals.install()
+assert [sent("SIGTERM", 10.0), sent("SIGTERM", 11.0), sent("SIGUSR1", 20.0)] == [None] * 3
+if not os.fork():
+    sent("SIGTERM", 20.0)
+    os._exit(0)
+os.wait()
+assert signals.again(20.0) is None
+print(sent("SIGINT", 20.0))
+with signals.noted():
+    print(sent("SIGTERM", 30.0), sent("SIGTERM", 40.0))
+    os.kill(os.getpid(), signals.signal.SIGINT)  # nobody reads it in this block
+with signals.noted():
+    print(signals.again(50.0), sent("SIGTERM", 60.0))
+before = signals.signal.getsignal(signals.signal.SIGTERM)
+ends = os.pipe()
+os.set_blocking(ends[1], False)
+signals.signal.set_wakeup_fd(ends[1])
+with signals.noted():
+    os.close(ends[1])
+assert signals.signal.getsignal(signals.signal.SIGTERM) is before
+"""
+
+
+def test_a_signal_that_comes_again() -> None:
+    """Not one that follows at once, nor SIGUSR1, nor that of another process."""
+    assert python("-c", AGAIN).stdout == "SIGINT\nNone SIGTERM\nNone None\n"

@@ -1,7 +1,8 @@
-"""How remote shards are read where nobody has said it."""
+"""Reads of remote shards: which way, when they have come, and those that a node's workers share."""
 
 import pytest
 from rig import Rig
+from test_store import Busy, look
 from verdict import check
 
 from mpips.mpi.start import mpi_name
@@ -35,13 +36,29 @@ def test_a_read_is_not_here_before_it_is_asked_for(
         if rig.worker:
             for k in range(3):
                 rig.puller.begin(rig.replica)
-                if rig.puller.looks_ahead and rig.puller.advance():
-                    rig.wrong.append(k)
+                rig.expect(not (rig.puller.looks_ahead and rig.puller.advance()), k)
                 rig.puller.fetch()
                 rig.puller.finish()
             rig.finish()
         else:
-            rig.serve(lambda push: None)
+            rig.serve(rig.server.apply)
         cluster.barrier()
     with pytest.raises(KeyError):
         rig.window.view(cluster.rank, "header")
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("remote", ["get", "reply"])
+def test_what_is_joined_is_what_was_fetched(cluster: Cluster, remote: str) -> None:
+    """Which fetches are joined: tests/transport/test_single_flight_reads.py."""
+    with Rig(cluster, 30011, 1, remote=remote, share=True) as rig:
+        if rig.worker:
+            last = -1
+            for k in range(30):
+                whole = remote == "reply" or cluster.is_local(0)
+                look(rig, rig.replicas[k % 2], whole)
+                rig.expect(rig.puller.versions[0] >= last, "older than the one before", last)
+                last = int(rig.puller.versions[0])
+            rig.see_enough()
+        else:
+            rig.serve_reads(Busy(rig))

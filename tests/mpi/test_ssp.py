@@ -30,24 +30,18 @@ def numbers_of(workers: int) -> dict[tuple[int, int], int]:
     return {push: number for number, push in enumerate(sorted(pushes))}
 
 
-def make(cluster: Cluster, servers: int, bound: int, *options: bool) -> Rig:
-    """Build a rig of counters; options: consistent, aggregate."""
+def make(cluster: Cluster, servers: int, bound: int, **options: bool) -> Rig:
+    """Build a rig of counters."""
     if servers >= cluster.world:
         pytest.skip("leaves no worker")
-    consistent, aggregate = options or (False, False)
-    n = ROWS * (cluster.world - servers)
-    return Rig(cluster, n, servers, consistent=consistent, aggregate=aggregate, bound=bound)
+    return Rig(cluster, ROWS * (cluster.world - servers), servers, bound=bound, **options)
 
 
 def push(rig: Rig) -> None:
     """Add 1 to this worker's counter in every line."""
-    seq = rig.sender.seq + 1
-    rig.cluster.wait(lambda: rig.sender.writable(seq))
-    grad = rig.sender.buffer(seq)
-    grad.fill(0)
-    grad.reshape(ROWS, -1)[:, rig.id] = 1
-    rig.sender.push((0, seq, seq + 1), 1, 0.0, rig.puller.versions, rig.number)
-    rig.number = numbers_of(len(rig.roles.workers)).get((seq + 1, rig.id), -1)
+    workers = len(rig.roles.workers)
+    rig.push(np.tile(np.arange(workers) == rig.id, ROWS))
+    rig.number = numbers_of(workers).get((rig.sender.seq + 1, rig.id), -1)
 
 
 def ready(rig: Rig) -> bool:
@@ -69,19 +63,15 @@ def pull(rig: Rig) -> None:
     rig.puller.finish()
 
 
-def errors(rig: Rig, bound: int) -> list[object]:
+def check_counts(rig: Rig, bound: int) -> None:
     """Compare the counters read with what a read at this clock has to hold."""
-    clock, counts = rig.clock(), rig.replica.reshape(ROWS, -1)
-    workers = len(rig.roles.workers)
+    counts, workers = rig.replica.reshape(ROWS, -1), len(rig.roles.workers)
+    clock = rig.number // workers
     held = np.zeros(workers)
     for (_, worker), number in numbers_of(workers).items():
         held[worker] += number // workers <= clock - bound - 1
-    wrong: list[object] = []
-    if (counts.min(0) < held).any():
-        wrong.append((f"clock {clock} misses pushes", counts.min(0), held))
-    if (counts[:, rig.id] != rig.sender.seq).any():
-        wrong.append((f"clock {clock} does not hold all of its own", counts[:, rig.id]))
-    return wrong
+    rig.expect((counts.min(0) >= held).all(), f"clock {clock} misses pushes", counts, held)
+    rig.expect((counts[:, rig.id] == rig.sender.seq).all(), f"clock {clock} misses its own", counts)
 
 
 @pytest.mark.parametrize(
@@ -98,16 +88,15 @@ def errors(rig: Rig, bound: int) -> list[object]:
 def test_a_read_holds_what_its_clock_says(
     cluster: Cluster, servers: int, bound: int, consistent: bool, aggregate: bool
 ) -> None:
-    with make(cluster, servers, bound, consistent, aggregate) as rig:
+    with make(cluster, servers, bound, consistent=consistent, aggregate=aggregate) as rig:
         if rig.worker:
             for _ in range(pushes_of(rig.id)):
                 pull(rig)
-                rig.wrong += errors(rig, bound)
+                check_counts(rig, bound)
                 push(rig)
             rig.finish()
             controller = rig.puller.controller
-            if controller is None or controller.distance_max > bound:
-                rig.wrong.append(("distance", controller))
+            rig.expect(controller is not None and controller.distance_max <= bound, controller)
         else:
             turn = itertools.count(rig.id)
 
@@ -116,26 +105,6 @@ def test_a_read_holds_what_its_clock_says(
                 rig.server.apply(push)
 
             rig.serve(slowly)
-
-
-def hold(rig: Rig) -> None:
-    """Answer reads and apply nothing, until every worker has been told."""
-    told = 0
-    while told < len(rig.roles.workers):
-        rig.server.serve_reads()
-        for source, kind, payload in rig.cluster.poll():
-            if kind == "told":
-                told += 1
-            else:
-                rig.answer(source, kind, payload)
-    rig.cluster.barrier()
-
-
-def tell(rig: Rig) -> None:
-    """End `hold` on the servers; no read is under way."""
-    for rank in rig.roles.servers:
-        rig.cluster.send(rank, "told")
-    rig.cluster.barrier()
 
 
 @pytest.mark.parametrize("servers", [1, 2])
@@ -149,17 +118,17 @@ def test_a_broken_bound_is_an_error(
             push(rig)
             rig.puller.pull(rig.replica)  # a distance of 1 is as it should be
             push(rig)
-            try:
+            with pytest.raises(
+                UserError, match="clock distance 2, expected a distance of at most 1"
+            ):
                 rig.puller.pull(rig.replica)
-                rig.wrong.append("no error")
-            except UserError as error:
-                if "clock distance 2, expected a distance of at most 1" not in str(error):
-                    rig.wrong.append(error)
-            tell(rig)
+            rig.see_enough()
+            cluster.barrier()
             rig.finish()
         else:
-            hold(rig)
-            rig.serve(lambda push: None if rig.server.apply(push) else rig.wrong.append(push))
+            rig.serve_reads()
+            cluster.barrier()
+            rig.serve(rig.server.apply)
 
 
 @pytest.mark.parametrize("servers", [1, 2])
@@ -173,15 +142,15 @@ def test_a_read_that_waits_can_be_given_up(cluster: Cluster, servers: int) -> No
             until = time.monotonic() + 0.05
             while time.monotonic() < until:
                 cluster.progress()
-                if ready(rig):
-                    rig.wrong.append("ready, and nothing was applied")
+                rig.expect(not ready(rig), "ready, and nothing was applied")
             rig.puller.abandon()
-            if rig.puller.reading:
-                rig.wrong.append("the read goes on")
-            tell(rig)
+            rig.expect(not rig.puller.reading, "the read goes on")
+            rig.see_enough()
+            cluster.barrier()
             pull(rig)
-            rig.wrong += errors(rig, 0)
+            check_counts(rig, 0)
             rig.finish()
         else:
-            hold(rig)
-            rig.serve(lambda push: None if rig.server.apply(push) else rig.wrong.append(push))
+            rig.serve_reads()
+            cluster.barrier()
+            rig.serve(rig.server.apply)

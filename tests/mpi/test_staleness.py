@@ -62,11 +62,8 @@ class Serial:
 
 def work(rig: Rig) -> None:
     for seq in range(1, PUSHES + 1):
-        rig.cluster.wait(lambda seq=seq: rig.sender.writable(seq))
-        rig.sender.buffer(seq)[:] = gradient(rig.id, seq)
-        rig.replicas[seq % 2] = origin(rig.id, seq)
         read = np.full(len(rig.shards), version(rig.id, seq))
-        rig.sender.push((0, seq, seq + 1), 1, 0.0, read)
+        rig.push(gradient(rig.id, seq), read, origin(rig.id, seq))
     rig.finish()
 
 
@@ -109,18 +106,12 @@ def test_servers_do_what_the_papers_say(
                 rig.server.apply(push)
 
             rig.serve(apply)
-            rig.wrong += differences(rig, serial)
-
-
-def differences(rig: Rig, serial: Serial) -> list[object]:
-    server, wrong = rig.server, list[object]()
-    if not np.allclose(server.params, serial.w, rtol=1e-12, atol=1e-13):
-        wrong.append(server.params - serial.w)
-    if (server.version, server.tally.dropped) != (serial.version, serial.dropped):
-        wrong.append((server.version, server.tally.dropped, serial.version, serial.dropped))
-    limit, adaptive = serial.config.max_staleness, serial.config.delay_adaptive
-    if limit is not None and not 0 < server.tally.dropped < server.version:
-        wrong.append(f"{server.tally.dropped} dropped")
-    if adaptive and not np.allclose(server.slots[-1], serial.mean_square, rtol=1e-12):
-        wrong.append(server.slots[-1] - serial.mean_square)
-    return wrong
+            server, dropped = rig.server, rig.server.tally.dropped
+            good = np.allclose(server.params, serial.w, rtol=1e-12, atol=1e-13)
+            rig.expect(good, server.params - serial.w)
+            counts = server.version, dropped
+            rig.expect(counts == (serial.version, serial.dropped), counts)
+            rig.expect(config.max_staleness is None or 0 < dropped < server.version, dropped)
+            if config.delay_adaptive:
+                good = np.allclose(server.slots[-1], serial.mean_square, rtol=1e-12)
+                rig.expect(good, server.slots[-1] - serial.mean_square)

@@ -66,8 +66,8 @@ class Applied:
             told = (part.batch, part.samples, part.loss)
             meant = ((seq // 5, 10 * seq, 10 * seq + worker), seq + worker, 0.1 * seq - 1)
             good = good and told == meant
-        if not good or version != len(self.rows) or rig.receiver.bodies > INBOX:
-            rig.wrong.append((push, version, expected))
+        good = good and version == len(self.rows) and rig.receiver.bodies <= INBOX
+        rig.expect(good, push, version, expected)
 
 
 @pytest.mark.parametrize(
@@ -96,42 +96,35 @@ def test_pushes_are_applied_once_and_in_order(
         workers = len(rig.roles.workers)
         if rig.worker:
             seen = work(rig)
-            rig.wrong += [v for a, b in itertools.pairwise(seen) for v in [(a, b)] if (a > b).any()]
+            rig.expect(all((a <= b).all() for a, b in itertools.pairwise(seen)), seen)
         else:
             applied = Applied(rig, n)
             rig.serve(applied)
-            rig.wrong += _ledger_errors(rig, applied, workers)
+            check_ledger(rig, applied, workers)
         check(cluster.comm, not rig.wrong, rig.wrong)
         cluster.barrier()
         if rig.worker:
             versions = rig.worker_half.pull_final(rig.replica)
             pushes = [(w, seq) for w in range(workers) for seq in range(1, PUSHES + 1)]
             total = sum(gradient(w, seq, n) for w, seq in pushes)
-            if not np.array_equal(rig.replica, total):
-                rig.wrong.append(rig.replica - total)
-            if versions.tolist() != [PUSHES * workers if s.size else 0 for s in rig.shards]:
-                rig.wrong.append(versions)
-            if rig.puller.bytes != PUSHES * n * 8:
-                rig.wrong.append(rig.puller.bytes)
+            rig.expect(np.array_equal(rig.replica, total), rig.replica - total)
+            due = [PUSHES * workers if s.size else 0 for s in rig.shards]
+            rig.expect(versions.tolist() == due, versions)
+            rig.expect(rig.puller.bytes == PUSHES * n * 8, rig.puller.bytes)
 
 
-def _ledger_errors(rig: Rig, applied: Applied, workers: int) -> list[object]:
+def check_ledger(rig: Rig, applied: Applied, workers: int) -> None:
     """Compare a server's counts with what was seen."""
     server, tally, each = rig.server, rig.server.tally, PUSHES if rig.shard.size else 0
-    wrong: list[object] = []
     for w in range(workers):
         seqs = [seq for worker, seq, _ in applied.rows if worker == w]
-        if seqs != list(range(1, each + 1)) or observe(server.applied, w) != each:
-            wrong.append((w, seqs))
+        rig.expect(seqs == list(range(1, each + 1)) and observe(server.applied, w) == each, w, seqs)
     stale = [row[2] for row in applied.rows]
     counts = np.bincount(stale, minlength=len(tally.staleness))
-    if not np.array_equal(counts, tally.staleness) or counts.sum() != each * workers:
-        wrong.append(("staleness", stale, tally.staleness))
-    if tally.staleness_sum != sum(stale) or tally.staleness_max != max(stale, default=0):
-        wrong.append(("staleness", tally.staleness_sum, tally.staleness_max))
-    if server.version != each * workers:
-        wrong.append(("version", server.version))
-    return wrong
+    rig.expect(np.array_equal(counts, tally.staleness), stale, tally.staleness)
+    told = tally.staleness_sum, tally.staleness_max
+    rig.expect(told == (sum(stale), max(stale, default=0)), told, stale)
+    rig.expect(server.version == counts.sum() == each * workers, server.version, counts)
 
 
 def test_a_limit_holds_pushes_back(cluster: Cluster) -> None:
@@ -140,8 +133,7 @@ def test_a_limit_holds_pushes_back(cluster: Cluster) -> None:
         workers = len(rig.roles.workers)
         if rig.worker:
             for seq in (1, 2):
-                rig.sender.buffer(seq)[:] = seq
-                rig.sender.push((0, 0, 1), 1, 0.0, rig.puller.pull(rig.replica))
+                rig.push(np.full(40, seq))
             cluster.barrier()
             rig.finish()
         else:
@@ -150,23 +142,19 @@ def test_a_limit_holds_pushes_back(cluster: Cluster) -> None:
             deadline = time.monotonic() + 0.05
             while time.monotonic() < deadline:
                 cluster.progress()
-                if rig.receiver.take(fetch=False) is not None or rig.receiver.bodies:
-                    rig.wrong.append("taken though nothing may be fetched")
-            taken = []
+                taken = rig.receiver.take(fetch=False) is not None or rig.receiver.bodies
+                rig.expect(not taken, "taken though nothing may be fetched")
+            came = list[tuple[int, int]]()
             deadline = time.monotonic() + 0.05
-            while time.monotonic() < deadline or len(taken) < workers:
+            while time.monotonic() < deadline or len(came) < workers:
                 cluster.progress()
                 push = rig.receiver.take(limit=first)
                 if push is not None:
-                    taken.append((push.worker, push.seq))
+                    came.append((push.worker, push.seq))
                     rig.server.apply(push)
-            if sorted(taken) != [(w, 1) for w in range(workers)]:
-                rig.wrong.append(taken)
-            rig.serve(
-                lambda push: rig.wrong.append(push) if push.seq != 2 else rig.server.apply(push)
-            )
-            if not (rig.server.params == 3 * workers).all():
-                rig.wrong.append(rig.server.params)
+            rig.expect(sorted(came) == [(w, 1) for w in range(workers)], came)
+            rig.serve(rig.server.apply)
+            rig.expect((rig.server.params == 3 * workers).all(), rig.server.params)
 
 
 class Busy:
@@ -184,19 +172,19 @@ class Busy:
         self.rig.server.apply(push)
 
 
-def look(rig: Rig, torn_before: int) -> tuple[list[object], bool]:
-    """Pull once and compare what came with the versions; returns what is wrong, and torn."""
-    versions = rig.puller.pull(rig.replica)
-    torn = rig.puller.torn > torn_before
-    wrong: list[object] = []
+def look(rig: Rig, replica: np.ndarray, whole: bool = True) -> bool:
+    """Pull once and compare what came with the versions; returns whether it is torn.
+
+    Of a torn read a number is as old as the version or newer, or half of one if not `whole`.
+    """
+    before = rig.puller.torn
+    versions = rig.puller.pull(replica)
+    torn = rig.puller.torn > before
     for shard, version in zip(rig.shards, versions.tolist(), strict=True):
-        part = rig.replica[shard.range]
-        low, high = part.min(), part.max()
-        if low < version:
-            wrong.append(("an update is missing", version, low, high))
-        if not torn and (low, high) != (version, version):
-            wrong.append(("torn, and not counted", version, low, high))
-    return wrong, torn
+        low, high = replica[shard.range].min(), replica[shard.range].max()
+        rig.expect(low >= version or (torn and not whole), "an update is missing", version, low)
+        rig.expect(torn or low == high == version, "torn, and not counted", version, low, high)
+    return torn
 
 
 @pytest.mark.parametrize("remote", ["get", "reply"])
@@ -207,13 +195,11 @@ def test_torn_reads_happen_and_are_counted(cluster: Cluster, remote: str) -> Non
         if rig.worker:
             deadline = time.monotonic() + 20
             while (torn < 3 or mixed < 1 or pulls < 20) and time.monotonic() < deadline:
-                found, _was_torn = look(rig, torn)
-                rig.wrong += found
+                look(rig, rig.replica)
                 mixed += rig.replica.min() != rig.replica.max()
                 torn, pulls = rig.puller.torn, pulls + 1
             rig.see_enough()
-            if torn < 3 or mixed < 1:
-                rig.wrong.append(f"{torn} torn reads counted and {mixed} seen in {pulls} pulls")
+            rig.expect(torn >= 3 and mixed >= 1, f"{torn} torn reads counted, {mixed} seen", pulls)
         else:
             rig.serve_reads(Busy(rig))
 
@@ -228,10 +214,8 @@ def test_consistent_reads_are_never_torn(
         if rig.worker:
             last = np.zeros(servers)
             for _ in range(20):
-                found, torn = look(rig, 0)
-                rig.wrong += found + (["torn"] if torn else [])
-                if (rig.puller.versions < last).any():
-                    rig.wrong.append((last, rig.puller.versions.copy()))
+                rig.expect(not look(rig, rig.replica), "torn")
+                rig.expect((rig.puller.versions >= last).all(), last, rig.puller.versions.copy())
                 last = rig.puller.versions.copy()
             rig.see_enough()
         else:

@@ -32,8 +32,7 @@ LOADED = async_sgd, sync_sgd  # before, so that no import is taken for a call
 MODEL = ("mpips/problems/", "mpips/datasets/")
 MOST = 55  # functions of a worker's step, the model's left out, and of the turn that applies it
 # What runs only where ranks may die, and only where the model has tables.
-OFF = ("failover/", "tables/", "transport/acknowledged")
-OFF += ("transport/rows", "transport/remote_rows")
+OFF = ("failover/", "tables/", "transport/acknowledged", "transport/rows", "transport/remote_rows")
 
 
 def train(cluster: Cluster, options: str) -> Walk:
@@ -70,8 +69,7 @@ def test_jobs_follow_the_call_paths(
         if name.startswith(FEATURES):
             monkeypatch.setitem(sys.modules, f"mpips.{name}", None)
     walk = train(cluster, f"{options} --node-size={node_size}")
-    headings = HERE[options] if cluster.nodes == 1 else BETWEEN[options]
-    for heading in headings:
+    for heading in (HERE if cluster.nodes == 1 else BETWEEN)[options]:
         for number, path in enumerate(paths()[heading], 1):
             followed = any(cluster.comm.allgather(walk.follows(path)))
             check(cluster.comm, followed, (heading, number, path))

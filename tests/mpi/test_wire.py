@@ -1,8 +1,5 @@
 """Packed pushes between nodes: what arrives is what the codec makes of what was sent."""
 
-import time
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 from rig import Rig
@@ -14,7 +11,6 @@ from mpips.mpi import window as windows
 from mpips.mpi.world import Cluster
 from mpips.optim.staleness import Staleness
 from mpips.transport.push import HEADER_WORDS, Push
-from mpips.transport.push_sender import BUFFERS
 
 pytestmark = pytest.mark.mpi(min_size=2)
 REMOTE = pytest.mark.world(max_size=4, min_nodes=2)
@@ -57,19 +53,10 @@ def arrive_all(rig: Rig, codec: Codec) -> dict[int, list[np.ndarray]]:
     return found
 
 
-def push_all(rig: Rig, which: Sequence[int] = range(1, PUSHES + 1)) -> None:
-    """Push gradients; a buffer that may be written is overwritten at once."""
-    push_some(rig, which)
+def push_all(rig: Rig) -> None:
+    for seq in range(1, PUSHES + 1):
+        rig.push(gradient(rig.id, seq), origin=origin(rig.id, seq))
     rig.finish()
-
-
-def push_some(rig: Rig, which: Sequence[int]) -> None:
-    for seq, number in enumerate(which, rig.sender.seq + 1):
-        rig.cluster.wait(lambda seq=seq: rig.sender.writable(seq))
-        rig.sender.buffer(seq).fill(np.nan)
-        rig.sender.buffer(seq)[:] = gradient(rig.id, number)
-        rig.replicas[seq % BUFFERS] = origin(rig.id, number)
-        rig.sender.push((0, seq, seq + 1), 1, 0.0, np.zeros(len(rig.shards), "i8"))
 
 
 def remote_bytes(rig: Rig, codec: Codec) -> int:
@@ -105,20 +92,19 @@ def test_what_arrives_is_what_the_codec_makes(
     with Rig(cluster, N, servers, codec=codec) as rig:
         if rig.worker:
             push_all(rig)
-            if rig.sender.push_sender.bytes_sent != remote_bytes(rig, codec):
-                rig.wrong.append((rig.sender.push_sender.bytes_sent, remote_bytes(rig, codec)))
+            sent = rig.sender.push_sender.bytes_sent
+            rig.expect(sent == remote_bytes(rig, codec), sent, remote_bytes(rig, codec))
         else:
             arriving = arrive_all(rig, codec)
 
             def compare(push: Push) -> None:
                 expected = arriving[push.worker][push.seq - 1]
-                if not np.array_equal(push.grad, expected):
-                    rig.wrong.append((push.worker, push.seq, push.grad, expected))
+                rig.expect(np.array_equal(push.grad, expected), push, expected)
                 rig.server.apply(push)
 
             rig.serve(compare)
-            if rig.server.version != PUSHES * len(rig.roles.workers):
-                rig.wrong.append(rig.server.version)
+            version = rig.server.version
+            rig.expect(version == PUSHES * len(rig.roles.workers), version)
 
 
 @REMOTE
@@ -142,82 +128,12 @@ def test_what_it_was_computed_from_comes_unpacked(
                 w[:] += grad + 0.1 * grad * grad * (w - read)
                 same = np.array_equal(push.grad, grad) and np.array_equal(push.origin, read)
                 rig.server.apply(push)
-                if not same or not np.allclose(rig.server.params, w, rtol=1e-12, atol=1e-12):
-                    rig.wrong.append((push.worker, push.seq, push.origin, read))
+                near = np.allclose(rig.server.params, w, rtol=1e-12, atol=1e-12)
+                rig.expect(same and near, push, push.origin, read)
 
             rig.serve(compare)
-            if rig.server.version != PUSHES * len(rig.roles.workers):
-                rig.wrong.append(rig.server.version)
-
-
-def whole(rig: Rig) -> dict[str, np.ndarray]:
-    """Return copies of what codecs keep at a worker, as whole vectors."""
-    found = {name: np.zeros(N) for name in rig.sender.push_sender.state}
-    for name, pieces in rig.sender.push_sender.state.items():
-        for begin, view in pieces:
-            found[name][begin : begin + view.size] = view
-    return found
-
-
-def before_snapshot(worker: int) -> int:
-    return 4 + worker
-
-
-def pause(rig: Rig) -> dict[str, np.ndarray]:
-    """Hold as for a snapshot, until all workers do; returns what is kept then."""
-    if rig.id % 2 == 0:
-        time.sleep(
-            0.05
-        )  # a node aggregator is the last of its node, and has to wait for the others
-    rig.cluster.wait(lambda: rig.sender.push_sender.hold(1))
-    state = whole(rig)
-    here = rig.workers.Ibarrier()
-
-    def all_here() -> bool:
-        rig.sender.push_sender.resting()
-        return bool(here.Test())
-
-    rig.cluster.wait(all_here)
-    return state
-
-
-@pytest.mark.world(min_nodes=2)
-@pytest.mark.parametrize("name", ["onebit", "topk"])
-def test_carried_sums_and_residuals_lose_nothing_at_a_snapshot_and_at_the_end(
-    cluster: Cluster, name: str
-) -> None:
-    """What came from a node, and what its aggregator kept, is all that was pushed there."""
-    with Rig(cluster, N, 1, codec=make_codec(name), aggregate=True) as rig:
-        kept: list[np.ndarray] = []  # at the snapshot and at the end
-        lost = np.zeros((cluster.nodes, 2, N))
-        if rig.worker:
-            last = before_snapshot(rig.id)
-            push_some(rig, range(1, last + 1))
-            state = pause(rig)
-            push_all(rig, range(last + 1, last + 4))
-            if state:
-                kept = [state["residual"], whole(rig)["residual"]]
-        else:
-
-            def note(push: Push) -> None:
-                time.sleep(0.01)  # so that pushes wait for their node aggregator
-                before = {part.seq <= before_snapshot(part.worker) for part in push}
-                if len(before) > 1:
-                    rig.wrong.append([(part.worker, part.seq) for part in push])
-                total = sum(gradient(part.worker, part.seq) for part in push)
-                node = cluster.node_of[rig.roles.workers[push.worker]]
-                lost[node, 0 if before == {True} else 1 :] += total - push.count * push.grad
-                rig.server.apply(push)
-
-            rig.serve(note)
-        for rank, residuals in enumerate(cluster.comm.allgather(kept)):
-            if residuals and not rig.worker:
-                left = np.array(residuals) - lost[cluster.node_of[rank]]
-                if not all(map(np.any, residuals)) or np.abs(left).max() > 1e-12:
-                    rig.wrong.append((rank, np.abs(left).max()))
-                lost[cluster.node_of[rank]] = 0
-        if lost.any():  # on nodes that pack nothing
-            rig.wrong.append(lost)
+            version = rig.server.version
+            rig.expect(version == PUSHES * len(rig.roles.workers), version)
 
 
 def close(codec: Codec | None, came: np.ndarray, params: np.ndarray) -> bool:
@@ -259,14 +175,14 @@ def test_remote_shards_are_read_packed(
                 remote = not cluster.is_local(rank)
                 kind = codec if remote else None
                 parts = [came[shard.range] for came in seen]
-                if not all(close(kind, part, params[shard.range]) for part in parts):
-                    rig.wrong.append((rank, remote, parts))
-                if kind is not None and np.array_equal(parts[0], parts[1]) != (name != "int8"):
-                    rig.wrong.append("draws of two replies that are alike")
+                good = all(close(kind, part, params[shard.range]) for part in parts)
+                rig.expect(good, rank, remote, parts)
+                good = kind is None or np.array_equal(*parts[:2]) == (name != "int8")
+                rig.expect(good, "draws of two replies that are alike")
                 chunk = {"none": 8, "fp16": 2, "bf16": 2, "int8": 1}[name] * shard.size
                 expected += remote * (chunk + (name == "int8") * 8 * -(-shard.size // 512))
-            if not share and rig.puller.remote.bytes_received != 3 * expected:
-                rig.wrong.append((rig.puller.remote.bytes_received, expected))
+            received = rig.puller.remote.bytes_received
+            rig.expect(share or received == 3 * expected, received, expected)
             rig.finish()
         else:
             rig.server.params[:] = params[rig.shard.range]
@@ -275,5 +191,4 @@ def test_remote_shards_are_read_packed(
         cluster.barrier()
         if rig.worker:
             rig.worker_half.pull_final(rig.replica)
-            if not np.array_equal(rig.replica, params):
-                rig.wrong.append("the last read is not exact")
+            rig.expect(np.array_equal(rig.replica, params), "the last read is not exact")
