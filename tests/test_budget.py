@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39875
+TOTAL = 39877
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
@@ -36,7 +36,7 @@ BUDGET = {
     "ps": 2266,
     "rounds": 2392,
     "session": 1821,
-    "snapshot": 717,
+    "snapshot": 719,
     "strategies": 441,
     "tables": 1558,
     "tools": 5814,

@@ -33,7 +33,7 @@ from mpips.health import status_board
 from mpips.mpi.abort import Lost
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
-from mpips.ps.coordinator import Coordinator, Snapshots
+from mpips.ps.coordinator import Checkpoints, Coordinator
 from mpips.ps.shard import Server
 from mpips.snapshot.committer import Committer
 
@@ -254,7 +254,7 @@ def succeed(job: Job, log: "Log", ahead: int, failover: Failover) -> tuple[Coord
     home = failover.take_over(first)
     allocator.catch_up(home.served.store.ledger)
     _take_folder(job, log, state)
-    snapshots = Snapshots(job, Committer(job, log))
+    snapshots = Checkpoints(job, Committer(job, log))
     snapshots.committer.saved_step = _saved_step(job)
     dispatcher = SurvivingDispatcher(job.cluster, half.window, allocator, ahead, record=record)
     workers = job.cluster.roles.workers

@@ -19,7 +19,7 @@ import numpy as np
 from mpips.datasets.ledger import EXHAUSTED, SampleAllocator
 from mpips.kernels.atomics import no_limit, observe, publish
 from mpips.mpi.window import Field, Window
-from mpips.ps.dispatch import CLOSED, GIVEN, RING, Dispatcher, Grant
+from mpips.ps.dispatch import CLOSED, GRANTED, RING, Dispatcher, Grant
 
 COUNT, SAVED = range(2)  # words: number of entries; number of the newest state, from 1 (0: none)
 LOG = 1 << 13  # entries
@@ -162,7 +162,7 @@ class SurvivingDispatcher(Dispatcher):
         self._gone.update(lost)
         for worker in self._local.tolist():
             ring = self._grants[worker]
-            given = observe(ring, GIVEN)
+            given = observe(ring, GRANTED)
             self._behind[worker] = given - self._ahead
             at = 8 + 8 * ((given - 1) % RING)
             last = ring[at : at + 4].tolist() if given else []

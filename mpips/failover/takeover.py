@@ -164,7 +164,7 @@ class Failover:
         If this server is the successor, it becomes the coordinator first.
         """
         successor, loop = follow_successor(self._job), self._loop
-        loop.told_signal, self._settling = False, True
+        loop.reported_signal, self._settling = False, True
         for served in loop.shards:
             served.reported_done = False
             served.give_up()

@@ -54,7 +54,7 @@ def _grown(known: Sequence[Host]) -> Sequence[Host]:
     return [*known, *new]
 
 
-class Returned:
+class HostReturn:
     """Decides whether a job moves to hosts that are back.
 
     The estimated gain assumes that speed is proportional to the number of ranks. The cost is the

@@ -20,7 +20,7 @@ from mpips.launch.order import Order
 from mpips.launch.placement import Placement, changed_options, words_of
 from mpips.launch.ranks import ranks_table
 from mpips.launch.remote_execution import RemoteExecution
-from mpips.launch.returned import Returned
+from mpips.launch.returned import HostReturn
 from mpips.launch.verdict import Attempt, Verdict
 from mpips.launch.watch import Heartbeats, Run, Watch, saved_step
 from mpips.mpi import segments, signals
@@ -93,7 +93,7 @@ class Supervisor:
         self._run: Run | None = None  # the last one that has begun
         self._where = ""  # hosts of the next attempt, as text
         self._changes: list[str] = []  # options that differ on fewer ranks
-        self._returned = Returned(placement) if placement is not None else None
+        self._returned = HostReturn(placement) if placement is not None else None
 
     def run(self) -> int:
         """Start and restart the job until it ends, and return the exit code."""

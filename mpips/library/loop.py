@@ -18,7 +18,7 @@ from mpips.problems.evaluation import CHUNK, add_up, metric_sums, share
 if TYPE_CHECKING:
     from mpips.library.start import Start
     from mpips.mpi.world import Cluster
-    from mpips.tables.step_rows import RowsAtWork
+    from mpips.tables.step_rows import StepRows
 
 TEXT_MAX = 200  # letters of a logged text
 OWN = ("kind", "time_s", "step", "worker")  # keys that every line of a worker has
@@ -163,7 +163,7 @@ class Loop(Collectives):
         assert self.ended is not None, "there is no batch left"
         return self._start.final_params(self.ended)
 
-    def _tables(self, what: str) -> "RowsAtWork":
+    def _tables(self, what: str) -> "StepRows":
         """Return the reader and writer of rows, for the method `what`.
 
         Raises:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from mpips.checkpoint.exchange import ParameterFile
     from mpips.ps.replay_log import Recorder
     from mpips.snapshot.evaluations import Evaluations
-    from mpips.tables.step_rows import RowsAtWork
+    from mpips.tables.step_rows import StepRows
 
 STOPPED = "stopped"  # reason of a run's end that its program asked for
 # Slot of mode local_sgd's outer step, and a worker's own parameters between two exchanges.
@@ -113,7 +113,7 @@ class Job:
     lr_scale: float = 1.0
     frozen: Ranges = ()
     evaluations: "Evaluations | None" = None
-    rows: "RowsAtWork | None" = None
+    rows: "StepRows | None" = None
     recorder: "Recorder | None" = None
     held: ExitStack = field(default_factory=ExitStack)
 

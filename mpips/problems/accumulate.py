@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Left(UserError):
+class BatchNotPushed(UserError):
     """Raised if the user's program took a batch, but did not push its gradient.
 
     In asynchronous modes, only the loop of this worker ends. In modes of rounds it is an error.
@@ -132,7 +132,7 @@ class Accumulator:
         Raises:
             UserError: If a batch cannot be read, a loss is not a number, or the first gradient is
                 not written completely.
-            Left: If the user's program took a batch, but did not push its gradient.
+            BatchNotPushed: If the user's program took a batch, but did not push its gradient.
         """
         mean, keep, left = 0.0, 0.0, samples
         for batch in batches:
@@ -153,7 +153,7 @@ class Accumulator:
             if task.taken > start:
                 start = task.taken
             if task.left:
-                raise Left
+                raise BatchNotPushed
             loss = checked_loss(task.loss)
             if not self._checked:
                 check_written(self._job.layout, flat, loss)

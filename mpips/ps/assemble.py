@@ -19,7 +19,7 @@ from mpips.mpi.collectives import free as free_comm
 from mpips.mpi.start import Comm, Request, is_open_mpi
 from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
-from mpips.ps.client import Grants, Held, LocalReads, Puller
+from mpips.ps.client import Grants, LocalReads, Pauses, Puller
 from mpips.ps.consistency import ClockController, Controller, RoundController
 from mpips.ps.design import Design
 from mpips.ps.dispatch import BatchQueue
@@ -29,7 +29,7 @@ from mpips.transport.push_sender import Owner, PushSender
 from mpips.transport.remote_reads import GetReads, RemoteReads, ReplyReads
 
 if TYPE_CHECKING:
-    from mpips.tables.step_rows import RowsAtWork
+    from mpips.tables.step_rows import StepRows
 
 
 WAYS = ("get", "reply")
@@ -132,7 +132,7 @@ class WorkerHalf(Half):
         rows: Reads and pushes rows of tables; None without tables.
     """
 
-    rows: "RowsAtWork | None"
+    rows: "StepRows | None"
 
     def __init__(self, cluster: Cluster, window: Window, design: Design) -> None:
         super().__init__(window)
@@ -155,12 +155,12 @@ class WorkerHalf(Half):
         self.puller = reads.puller(self.remote_way, reads.held, controller, ranks)
         self.rows = None
         if design.tables:
-            from mpips.tables.step_rows import RowsAtWork
+            from mpips.tables.step_rows import StepRows
 
             # If reads are consistent, the replay log would miss a read before its step.
             asks, bounded = not design.consistent, design.bound is not None
             reading = design.replies.codec, asks and not bounded, reads.held, asks and bounded
-            self.rows = RowsAtWork(cluster, window, design.tables, *reading)
+            self.rows = StepRows(cluster, window, design.tables, *reading)
         staged = bool(ranks) or design.stale.origins
         self.replicas = list(window.view(cluster.rank, "replicas")) if staged else []
 
@@ -317,14 +317,14 @@ class _Reads:
         ]
         self._local = [owner for owner in owners if cluster.is_local(owner[1])]
         self._remote = [owner for owner in owners if not cluster.is_local(owner[1])]
-        self.held: Held | None = None
+        self.held: Pauses | None = None
         if design.consistent:
-            self.held = Held(cluster, window, self._local, worker)
+            self.held = Pauses(cluster, window, self._local, worker)
 
     def puller(
         self,
         way: str,
-        held: Held | None = None,
+        held: Pauses | None = None,
         controller: Controller | None = None,
         ranks: Sequence[int] = (),
     ) -> Puller:

@@ -35,7 +35,7 @@ def reader_fields(servers: int) -> tuple[Field, ...]:
     return (Field("wants", "i8", (servers,)), Field("reads", "i8", (servers,)))
 
 
-class Held:
+class Pauses:
     """Worker's half of consistent reads: pauses servers of this node. Collective: no.
 
     Args:
@@ -97,7 +97,7 @@ class LocalReads:
         held: See Args.
     """
 
-    def __init__(self, window: Window, owners: Sequence[Owner], held: Held | None = None) -> None:
+    def __init__(self, window: Window, owners: Sequence[Owner], held: Pauses | None = None) -> None:
         self.servers, self.held = [server for server, _, _ in owners], held
         self._headers = [(server, window.view(rank, "header")) for server, rank, _ in owners]
         bounds = [(shard.begin, shard.end, server) for server, _, shard in owners]

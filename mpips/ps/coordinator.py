@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mpips.session.metrics import Log
 
 
-class Snapshots:
+class Checkpoints:
     """Checkpoints of the run: when they are due, their start, and their state beside the shards.
 
     Args:
@@ -162,7 +162,7 @@ class Coordinator:
     lost: Mapping[int, int] = {}
 
     def __init__(
-        self, job: Job, server: Server, dispatcher: Dispatcher, snapshots: Snapshots, log: "Log"
+        self, job: Job, server: Server, dispatcher: Dispatcher, snapshots: Checkpoints, log: "Log"
     ) -> None:
         self._job, self._cluster, self.server = job, job.cluster, server
         self.dispatcher, self.snapshots, self._log = dispatcher, snapshots, log

@@ -22,7 +22,7 @@ from mpips.mpi.world import Cluster
 AHEAD = 2
 RING = 4  # more than AHEAD, so that a worker reads an entry before it is written again
 Grant = tuple[int, int, int, int]  # a batch and its number
-GIVEN = 0  # word of a worker's ring: number of grants
+GRANTED = 0  # word of a worker's ring: number of grants
 TAKEN = 0  # word of a worker's segment: number of grants taken, or counted as taken early
 CLOSED = np.iinfo(np.int64).min
 
@@ -101,7 +101,7 @@ class Dispatcher:
         at = 8 + 8 * (given % RING)
         ring[at : at + 4] = grant
         self._behind[worker] += 1
-        publish(ring, GIVEN, given + 1)
+        publish(ring, GRANTED, given + 1)
 
 
 class BatchQueue:
@@ -165,7 +165,7 @@ class BatchQueue:
     def news(self) -> list[Range]:
         """Return the batches that have come since the last call. Blocks: no."""
         if self._ring is not None:
-            given = observe(self._ring, GIVEN)
+            given = observe(self._ring, GRANTED)
             for k in range(self._entries_read, given):
                 at = 8 + 8 * (k % RING)
                 epoch, begin, end, number = self._ring[at : at + 4].tolist()

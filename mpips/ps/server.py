@@ -177,7 +177,7 @@ class AsyncServer:
         shards: All shards that it serves, its own first.
         handlers: Handler of each kind of message.
         final: Final number of pushes of each finished worker, by rank.
-        told_signal: Whether the coordinator knows of a request to stop.
+        reported_signal: Whether the coordinator knows of a request to stop.
         reason: Why the run ended, once `serve` has returned.
     """
 
@@ -190,7 +190,7 @@ class AsyncServer:
         self.shards = [ShardService(job, half, job.cluster.rank, store, half.receiver)]
         self.final: dict[int, int] = {}
         self.reason: str | None = None
-        self.told_signal = False
+        self.reported_signal = False
         self.handlers: dict[str, Handler] = {
             "fin": self.finished,
             "read": lambda source, asked: self.shard_of(asked[0]).store.want_read(
@@ -286,8 +286,8 @@ class AsyncServer:
                 self._advance_snapshot(served)
         if len(self.final) == len(self._cluster.roles.workers):
             self._report_done()
-        if not self.told_signal and (name := signals.received()):
-            self.told_signal = True
+        if not self.reported_signal and (name := signals.received()):
+            self.reported_signal = True
             self._cluster.send(self._cluster.roles.coordinator, "stop", name)
         if self.failover is not None:
             self.failover.advance()

@@ -179,7 +179,7 @@ class Server:
         self.header, self.params, self.applied = view("header"), view("params"), view("applied")
         self.slots = tuple(view(f"slots/{name}") for name in rule.slots + stale.slots)
         several_nodes = cluster.nodes > 1  # ranks of other nodes may read or push
-        between = self.get_on if several_nodes else None
+        between = self.enter_mpi if several_nodes else None
         update = rule, design.rate
         self.dense = DensePart(shard, self.params, self.slots, update, stale, between)
         self.parts: list[DensePart | OwnedRows] = [self.dense]
@@ -370,7 +370,7 @@ class Server:
             self.clocks.let()
         self.replies.serve()
 
-    def get_on(self) -> None:
+    def enter_mpi(self) -> None:
         """Enter MPI within an update, and send a part of the replies to remote workers."""
         self._cluster.progress()
         self.replies.serve(between=False)

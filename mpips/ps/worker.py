@@ -22,7 +22,7 @@ from mpips.mpi.world import Cluster
 from mpips.optim import Ranges
 from mpips.planning.job import STOPPED, Job
 from mpips.problems.accumulate import (
-    Left,
+    BatchNotPushed,
     Tasks,
     ask_early,
     make_loader,
@@ -56,7 +56,7 @@ class AsyncWorker:
         self._job, self._cluster, self._half, self._steps = job, job.cluster, half, steps
         self._batch_queue = half.batch_queue
         self._queue: deque[Range] = deque()
-        self._told_signal = self._stopping = False
+        self._reported_signal = self._stopping = False
         self._failed = ""  # message about a loss that is not finite
         self._freezing = Freezing(job.cluster)
         self._evaluation: _Evaluation | None = None  # on the first worker that has not died
@@ -132,17 +132,17 @@ class AsyncWorker:
         """
         try:
             loss = yield from self._steps.compute(batch, itertools.chain((data,), rest))
-        except Left:
+        except BatchNotPushed:
             self._stopping = True  # a resumed run assigns the batch again
             return
         if not math.isfinite(loss):
             self._fail(loss)
             return
         if self._keeper is not None:
-            self.times.wait_s += self._keeper.wait_to_push(self._get_on)
+            self.times.wait_s += self._keeper.wait_to_push(self._advance_others)
         if self._steps.told and self._job.frozen != self._freezing.frozen:
             seq = self._half.sender.seq + 1
-            self.times.wait_s += self._freezing.tell(seq, self._job.frozen, self._get_on)
+            self.times.wait_s += self._freezing.tell(seq, self._job.frozen, self._advance_others)
         self._steps.push(batch, loss, number)
         status_board.report(status_board.CLOCK, self._half.sender.seq)
         status_board.set_phase(status_board.BETWEEN, time.perf_counter())
@@ -154,8 +154,8 @@ class AsyncWorker:
             self._on[kind](source, payload)
         self._stopping |= self._job.stopping
         name = signals.received() or (STOPPED if self._job.stopping else None)
-        if name is not None and not self._told_signal:
-            self._told_signal = True
+        if name is not None and not self._reported_signal:
+            self._reported_signal = True
             self._cluster.send(self._cluster.roles.coordinator, "stop", name)
         if self._keeper is not None:
             self._keeper.poll()
@@ -191,7 +191,7 @@ class AsyncWorker:
             from mpips.failover.policy import follow_successor
 
             successor = follow_successor(self._job)
-            self._told_signal = False
+            self._reported_signal = False
             self._batch_queue.follow(successor)
             if self._failed:
                 self._cluster.send(successor, "diverged", self._failed)
@@ -204,7 +204,7 @@ class AsyncWorker:
             self._half.puller.advance()
         return False
 
-    def _get_on(self) -> None:
+    def _advance_others(self) -> None:
         """Advance messages, pushes and reads, while no step is made. Blocks: no."""
         self._attend()
         self._half.sender.push_sender.resting()
@@ -285,13 +285,13 @@ class Freezing:
         self.frozen: Ranges = ()
         self._missing: set[int] = set()  # servers that have not answered yet
 
-    def tell(self, first: int, frozen: Ranges, get_on: Callable[[], object]) -> float:
+    def tell(self, first: int, frozen: Ranges, advance: Callable[[], object]) -> float:
         """Send the frozen arrays to every server.
 
         Args:
             first: Number of the first push to which they apply.
             frozen: Ranges of the arrays.
-            get_on: Function that advances messages, pushes and reads, called repeatedly.
+            advance: Function that advances messages, pushes and reads, called repeatedly.
 
         Returns:
             Seconds waited.
@@ -304,7 +304,7 @@ class Freezing:
             self._cluster.send(rank, "frozen", (first, frozen))
 
         def told() -> bool:
-            get_on()
+            advance()
             return not self._missing
 
         return self._cluster.wait(told)

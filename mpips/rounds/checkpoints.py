@@ -13,7 +13,7 @@ from mpips.optim import Range
 from mpips.planning.job import Job
 from mpips.rounds.base import Round
 from mpips.snapshot.committer import LAST_TRIES, Committer
-from mpips.snapshot.saver import Saver, Snapshots, saver_of
+from mpips.snapshot.saver import ArraySaver, ShardSaver, saver_of
 from mpips.snapshot.worker_state import saver_of_own
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class RoundCheckpoints:
     """
 
     def __init__(
-        self, job: Job, rounds: Round, log: "Log", savers: Sequence[Snapshots] = ()
+        self, job: Job, rounds: Round, log: "Log", savers: Sequence[ArraySaver] = ()
     ) -> None:
         self._job, self._cluster, self._rounds, self._log = job, job.cluster, rounds, log
         self._savers = [*_savers(job, rounds), *savers]
@@ -159,7 +159,7 @@ class RoundCheckpoints:
                 saver.write_into(payload)
         elif kind == "saved":
             for saver in self._savers:
-                if isinstance(saver, Saver):
+                if isinstance(saver, ShardSaver):
                     saver.committed(payload)
         elif kind == "files" and committer is not None:
             committer.collect(*payload)
@@ -176,9 +176,9 @@ class RoundCheckpoints:
         self._savers = []
 
 
-def _savers(job: Job, rounds: Round) -> list[Snapshots]:
+def _savers(job: Job, rounds: Round) -> list[ArraySaver]:
     """Return the savers of this rank's shard, and of the state that it keeps between rounds."""
-    found = list[Snapshots]()
+    found = list[ArraySaver]()
     if job.cluster.rank in job.cluster.roles.owners:
         rows = rounds.tables.owned if rounds.tables is not None else None
         found.append(saver_of(job, rounds, rows))

@@ -34,7 +34,7 @@ from mpips.rounds.base import (
     report_one,
 )
 from mpips.rounds.checkpoints import RoundCheckpoints
-from mpips.snapshot.saver import Snapshots
+from mpips.snapshot.saver import ArraySaver
 
 if TYPE_CHECKING:
     from mpips.session.metrics import Log
@@ -210,7 +210,7 @@ class RoundLoop:
 
     def __init__(
         self, job: Job, rounds: Round, log: "Log", worker: RoundWorker | None,
-        savers: Sequence[Snapshots] = (),
+        savers: Sequence[ArraySaver] = (),
     ) -> None:  # fmt: skip
         self._job, self._cluster, self._rounds, self._log = job, job.cluster, rounds, log
         self._worker, self._times = worker, worker.times if worker is not None else Times()

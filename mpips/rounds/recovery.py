@@ -25,7 +25,7 @@ ARBITER = 0  # rank of the first leader, which decides
 ELSEWHERE, ENTERING, BETWEEN, UP, LEAVING = range(5)
 
 
-class Held(NamedTuple):
+class InterruptedNode(NamedTuple):
     """Report of the leader of a held node.
 
     Attributes:
@@ -56,20 +56,20 @@ class Arbiter:
     ) -> None:
         self._cluster, self._owners_now, self._send = cluster, owners, send
         self._leaders = first_ranks(cluster.node_of)
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, InterruptedNode] = {}
         self._completed: dict[int, int] = dict.fromkeys(self._leaders, 0)
         self._verdicts: dict[int, int] = dict.fromkeys(self._leaders, 0)
 
-    def hear(self, leader: int, report: Held | int) -> None:
+    def hear(self, leader: int, report: InterruptedNode | int) -> None:
         """Take a leader's report, and decide.
 
         Args:
             leader: Rank of the leader.
             report: State of its held node, or the number of rounds that its node has left.
         """
-        completed = report.step - 1 if isinstance(report, Held) else report
+        completed = report.step - 1 if isinstance(report, InterruptedNode) else report
         self._completed[leader] = max(self._completed[leader], completed)
-        if isinstance(report, Held) and report.episode == self._verdicts[leader]:
+        if isinstance(report, InterruptedNode) and report.episode == self._verdicts[leader]:
             self._held[leader] = report
         for each, held in list(self._held.items()):
             ahead = [rank for rank in self._leaders if self._completed[rank] >= held.step]
@@ -117,7 +117,7 @@ class Recovery:
         self._state, self._step, self._turn = ELSEWHERE, 0, 0
         self._completed = 0
         self._dead: set[int] = set()  # ranks that have left the rounds
-        self._last_report: Held | int | None = None
+        self._last_report: InterruptedNode | int | None = None
         self._sending: list[Request] = []
         self._coming: list[Request] | None = None
         self._handlers: dict[str, Callable[..., None]] = {
@@ -178,7 +178,7 @@ class Recovery:
         else:
             self._mailbox.bring(rank, what)
 
-    def _held_now(self) -> Held | None:
+    def _held_now(self) -> InterruptedNode | None:
         """Return the report of this node if it is held; else None."""
         if self._state in (ELSEWHERE, BETWEEN):
             return None
@@ -197,7 +197,7 @@ class Recovery:
         for rank in dead:
             fence(self._rounds.memory, rank)
         first = [self._step + self._rounds.counts(rank, entered) for rank in dead]
-        return Held(episode, self._step, tuple(zip(dead, first, strict=True)))
+        return InterruptedNode(episode, self._step, tuple(zip(dead, first, strict=True)))
 
     def _give(self, leader: int) -> None:
         """Send this node's replica to another leader."""

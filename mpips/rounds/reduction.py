@@ -61,7 +61,7 @@ def is_slow(cluster: Cluster, rate: float) -> bool:
 
 
 Apply: TypeAlias = Callable[[OwnedPart, np.ndarray], object]
-Coming: TypeAlias = deque[tuple[OwnedPart, list[Request]]]
+Receives: TypeAlias = deque[tuple[OwnedPart, list[Request]]]
 Ready: TypeAlias = Callable[[], bool]
 
 
@@ -184,7 +184,7 @@ class Reduction:
                 is applied with its own learning rate.
         """
         requests = [r for lane in self._lanes for r in lane.receive_results()]
-        coming: Coming = deque((part, part.remote.receive_sums()) for part in self.parts)
+        coming: Receives = deque((part, part.remote.receive_sums()) for part in self.parts)
         ready = partial(self._can_go_on, coming)
         for lane in self._lanes:
             requests += lane.send(step, local)
@@ -209,7 +209,7 @@ class Reduction:
         for lane in self._lanes:
             lane.unpack()
 
-    def _can_go_on(self, coming: Coming) -> bool:
+    def _can_go_on(self, coming: Receives) -> bool:
         """Return whether the next part's sums have arrived, or another part can be sent."""
         here = bool(coming) and all_done(coming[0][1])
         return here or any(lane.can_send() for lane in self._lanes)

@@ -135,7 +135,7 @@ class Evaluator:
         self._params = np.empty(problem.layout.size, config.dtype)
         self._average = config.eval_ema
         self._rows: SavedRows | None = None
-        self._told_signal = False
+        self._reported_signal = False
         self._coordinator: int | None = None
         self._asked: list[Asked] = []
         self._code: int | None = None
@@ -172,8 +172,8 @@ class Evaluator:
         for source, kind, payload in self._link.poll():
             self._handle(source, kind, payload)
         name = signals.received()
-        if name is not None and self._coordinator is not None and not self._told_signal:
-            self._told_signal = True
+        if name is not None and self._coordinator is not None and not self._reported_signal:
+            self._reported_signal = True
             self._link.send(self._coordinator, "stop", name)
 
     def _handle(self, source: int, kind: str, payload: Any) -> None:

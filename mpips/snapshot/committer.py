@@ -38,7 +38,7 @@ class Pending:
         state: State in the index beside the arrays.
         folder: Folder of the checkpoint; None until it is made, or if it cannot be made.
         keepers: Ranks that write state of their own.
-        answers: Answers of the writers, by kind and number of `Snapshots`.
+        answers: Answers of the writers, by kind and number of `ArraySaver`.
     """
 
     step: int
@@ -166,7 +166,7 @@ class Committer:
         return self.saved_step == step and self._run_folder.path() is not None
 
     def collect(self, whose: tuple[str, int], answer: Answer) -> None:
-        """Note a writer's answer, by kind and number of its `Snapshots`."""
+        """Note a writer's answer, by kind and number of its `ArraySaver`."""
         assert self._pending is not None, "no checkpoint is under way"
         self._pending.answers[whose] = answer
 

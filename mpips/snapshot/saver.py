@@ -35,7 +35,7 @@ Files: TypeAlias = tuple[ShardRecord, ...]  # records of the files that a rank h
 Answer: TypeAlias = Files | str | None
 
 
-class Snapshots(ABC):
+class ArraySaver(ABC):
     """Copies of this rank's arrays at snapshots, and the thread that writes them.
 
     Args:
@@ -135,7 +135,7 @@ class Snapshots(ABC):
         cluster.send(cluster.roles.coordinator, "files", message)
 
 
-class Saver(Snapshots):
+class ShardSaver(ArraySaver):
     """Writer of one owner's shard.
 
     Collective: no, but every owner must call `snapshot` at the same snapshot.
@@ -164,7 +164,7 @@ class Saver(Snapshots):
         return (checkpoint.write_shard(folder, self.number, shard, step, params, named),)
 
 
-class WorkerSaver(Snapshots):
+class WorkerSaver(ArraySaver):
     """Writer of a worker's own state; in synchronous rounds, of a rank's.
 
     Collective: no, but all of them must call `snapshot` at the owners' snapshot.
@@ -174,7 +174,7 @@ class WorkerSaver(Snapshots):
         number: Number of the worker, or the rank.
         vectors: At least one vector over all parameters, by name, in pieces; it is zero outside of
             the pieces. Vectors that are not finite are refused.
-        stall: See `Snapshots`.
+        stall: See `ArraySaver`.
 
     Attributes:
         sound: Whether a run can resume from the state; if False, it is refused.
@@ -211,11 +211,13 @@ class Owned(Protocol):
 class OwnedRows(Protocol):
     """Rows of tables that belong to a shard's owner."""
 
-    def saver(self, *saved: Any) -> Saver:
-        """Return the writer of a shard and its rows, from the arguments of `Saver`."""
+    def saver(self, *saved: Any) -> ShardSaver:
+        """Return the writer of a shard and its rows, from the arguments of `ShardSaver`."""
 
 
-def saver_of(job: Job, owned: Owned, rows: OwnedRows | None, owner: int | None = None) -> Saver:
+def saver_of(
+    job: Job, owned: Owned, rows: OwnedRows | None, owner: int | None = None
+) -> ShardSaver:
     """Return the writer of a shard and its rows of tables.
 
     Args:
@@ -226,4 +228,4 @@ def saver_of(job: Job, owned: Owned, rows: OwnedRows | None, owner: int | None =
     """
     roles, rank = job.cluster.roles, job.cluster.rank
     number = roles.owners.index(rank) if owner is None else owner
-    return Saver(job, owned, number) if rows is None else rows.saver(job, owned, number)
+    return ShardSaver(job, owned, number) if rows is None else rows.saver(job, owned, number)

@@ -211,7 +211,7 @@ def saver_of_own(job: Job, state: Mapping[str, Pieces], stall: bool) -> WorkerSa
     Args:
         job: The run.
         state: The state; empty if this rank has none.
-        stall: See `mpips.snapshot.saver.Snapshots`.
+        stall: See `mpips.snapshot.saver.ArraySaver`.
     """
     found = names(job)
     if not found:
@@ -277,16 +277,16 @@ class Keeper:
         self._cluster.send(self._cluster.roles.coordinator, "held", self._numbers())
         return True
 
-    def wait_to_push(self, get_on: Callable[[], object]) -> float:
+    def wait_to_push(self, advance: Callable[[], object]) -> float:
         """Wait until no snapshot holds back pushes; return the seconds waited.
 
         Args:
-            get_on: Does this worker's work for other ranks meanwhile.
+            advance: Does this worker's work for other ranks meanwhile.
         """
 
         def released() -> bool:
             if self._holding:
-                get_on()
+                advance()
             return not self._holding
 
         return self._cluster.wait(released, status_board.SAVE)

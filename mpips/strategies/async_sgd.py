@@ -20,7 +20,7 @@ from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
 from mpips.problems.accumulate import Tasks
 from mpips.ps.assemble import ServerHalf, WorkerHalf, announcement, assemble
-from mpips.ps.coordinator import Coordinator, Snapshots
+from mpips.ps.coordinator import Checkpoints, Coordinator
 from mpips.ps.design import Design, Update
 from mpips.ps.dispatch import Dispatcher
 from mpips.ps.server import AsyncServer
@@ -155,7 +155,7 @@ def _coordinator(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Coordina
         return None
     cluster, allocator = job.cluster, job.allocator()
     holding = Holding(cluster) if worker_state.names(job) else None
-    snapshots = Snapshots(job, Committer(job, log), holding)
+    snapshots = Checkpoints(job, Committer(job, log), holding)
     if not survivable_ranks(job):
         dispatcher = Dispatcher(cluster, half.window, allocator, ahead)
         return Coordinator(job, half.server, dispatcher, snapshots, log)

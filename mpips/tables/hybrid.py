@@ -44,9 +44,9 @@ from mpips.transport.push_sender import PUSHED, Announced
 
 if TYPE_CHECKING:
     from mpips.rounds.base import Transfers
-    from mpips.snapshot.saver import Saver
+    from mpips.snapshot.saver import ShardSaver
     from mpips.tables.server import ServedTable
-    from mpips.tables.step_rows import RowsAtWork
+    from mpips.tables.step_rows import StepRows
 
 ALL_ROUNDS = 1 << 62
 
@@ -64,7 +64,7 @@ class HybridTables:
         owned: Rows of a server; None on workers.
     """
 
-    rows: "RowsAtWork | None" = None
+    rows: "StepRows | None" = None
     owned: "PushedRows | None" = None
 
     def __init__(self, job: Job, transfers: "Transfers") -> None:
@@ -289,7 +289,7 @@ class PushedRows:
         """Number of evicted rows of each table with eviction."""
         return self._rows.evicted
 
-    def saver(self, job: Job, *saved: Any) -> "Saver":
+    def saver(self, job: Job, *saved: Any) -> "ShardSaver":
         """See `mpips.snapshot.saver.OwnedRows`."""
         return self._rows.saver(job, *saved)
 

@@ -38,7 +38,7 @@ from mpips.planning.tables import JobTable, tables_of
 from mpips.rounds.base import BLOCK_BYTES, Transfers
 from mpips.tables.capacity import Lines, lines_of
 from mpips.tables.server import OwnerTables, evict_old, fill_tables, table_fields
-from mpips.tables.step_rows import RowsAtWork
+from mpips.tables.step_rows import StepRows
 from mpips.transport.remote_rows import RowReplies
 from mpips.transport.rows import RowsPacker, RowsUnpacker, Section, Sections, pieces_of, rows_fields
 from mpips.transport.wire import Packing, pull_codec, push_codec
@@ -77,11 +77,11 @@ class RoundTables:
         self._window = Window(cluster, plans, job.config.window == "shared", remote_reads=False)
         self._evicts = any(table.table.evict_after is not None for table in tables)
         self._over = epochs_over(job.allocator())
-        self.rows: RowsAtWork | None = None
+        self.rows: StepRows | None = None
         self.owned: OwnedTables | None = None
         self._sender = _Sender(job, tables, self._window, transfers)
         if job.worker_id is not None:
-            self.rows = RowsAtWork(cluster, self._window, tables, _read_packing(job).codec)
+            self.rows = StepRows(cluster, self._window, tables, _read_packing(job).codec)
             self.rows.want(job.base_step)
         if cluster.rank in cluster.roles.owners:
             self.owned = OwnedTables(job, tables, self._window, transfers)

@@ -8,7 +8,7 @@ import numpy as np
 from mpips import checkpoint
 from mpips.checkpoint import RowSource, TableRows
 from mpips.kernels.vectors import all_finite
-from mpips.snapshot.saver import Answer, Files, Saver
+from mpips.snapshot.saver import Answer, Files, ShardSaver
 
 PIECE_ROWS = 1 << 12
 MOST_LINKS = 16  # longest chain of checkpoints, whose files a resume reads and checks
@@ -24,7 +24,7 @@ class SnapshotRows(RowSource, Protocol):
 TakeRows: TypeAlias = Callable[[bool], Mapping[str, SnapshotRows]]
 
 
-class TableSaver(Saver):
+class TableSaver(ShardSaver):
     """Saves an owner's shard and the changed rows of its tables.
 
     The rows are copied from the live table into the file, a piece at a time, while training
@@ -36,7 +36,7 @@ class TableSaver(Saver):
     Args:
         take: Returns a snapshot of the rows, by table; given true, only of rows changed since the
             last one.
-        args: See `Saver`; the named ones likewise.
+        args: See `ShardSaver`; the named ones likewise.
         counts: Returns for each table the number of rows changed since the last snapshot, and the
             number of touched rows. It returns None after an eviction of rows. If `counts` is None,
             all touched rows are saved each time.
@@ -58,7 +58,7 @@ class TableSaver(Saver):
         self._adds_to: int | None = None  # step of the checkpoint that the present one adds to
 
     def snapshot(self, step: int | None = None) -> None:
-        """See `Snapshots.snapshot`."""
+        """See `ArraySaver.snapshot`."""
         super().snapshot(step)
         self._adds_to, self._base, self._last = self._next_base(step), None, step
         self._rows = self._take(self._adds_to is not None)

@@ -236,7 +236,7 @@ class OwnerTables:
 
         Args:
             job: The run.
-            saved: Other arguments of `Saver`.
+            saved: Other arguments of `ShardSaver`.
         """
         tables = self.tables
 
@@ -367,5 +367,5 @@ class OwnedRows(OwnerTables):
             rate = self._server.stale.rate(served.table.rate(version), oldest) * push.factors
             for block in served.blocks(sums, None if self._remote is None else BLOCK_BYTES):
                 if self._remote is not None:
-                    self._server.get_on()
+                    self._server.enter_mpi()
                 served.shard.apply(places[block], sums[block], rate, self.undo)

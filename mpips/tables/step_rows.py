@@ -26,7 +26,7 @@ from mpips.tables.worker_table import Holds, WorkerTable
 from mpips.transport.remote_rows import ASIDE
 
 
-class RowsAtWork:
+class StepRows:
     """Tables of a worker. Collective: no. Blocks: only for rows of other nodes.
 
     Args:

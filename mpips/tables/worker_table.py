@@ -44,7 +44,7 @@ class Counts:
 
 
 class Holds(Protocol):
-    """Has servers hold between two updates; see `mpips.ps.client.Held`."""
+    """Has servers hold between two updates; see `mpips.ps.client.Pauses`."""
 
     in_step: bool
 
@@ -87,7 +87,7 @@ class HashedRows:
 
 
 class WorkerTable:
-    """A table at one worker; see `mpips.tables.step_rows.RowsAtWork`. Collective: no.
+    """A table at one worker; see `mpips.tables.step_rows.StepRows`. Collective: no.
 
     Args:
         cluster: The job's ranks.

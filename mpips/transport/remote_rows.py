@@ -96,7 +96,7 @@ class _RemoteServer:
         self.wanted = 0, 0
 
 
-class Coming:
+class RowRequest:
     """Requested remote rows of the ids of one call.
 
     Args:
@@ -144,7 +144,7 @@ class RemoteRows:
         ranks = cluster.roles.owners
         self._cluster, owned = cluster, table.owned_by(len(ranks))
         self._dim, self._dtype = table.dim, dtype
-        self._ahead: deque[tuple[np.ndarray | None, Coming]] = deque()
+        self._ahead: deque[tuple[np.ndarray | None, RowRequest]] = deque()
         self._later: list[tuple[np.ndarray, Grouped]] = []
         most = lambda k: max(1, owned.count(k)) if whole else table.push_rows  # noqa: E731
         packed = rows_codec(codec, table.dim)
@@ -174,7 +174,7 @@ class RemoteRows:
         for remote in self._remote:
             remote.wanted = version, own
 
-    def begin(self, grouped: Grouped) -> Coming:
+    def begin(self, grouped: Grouped) -> RowRequest:
         """Request the remote rows of a call. Blocks: no.
 
         Args:
@@ -186,7 +186,7 @@ class RemoteRows:
             if part.stop > part.start:
                 rows = np.empty((part.stop - part.start, self._dim), self._dtype)
                 asked.append((part, _RowsRequest(remote, grouped.local[part], rows)))
-        coming = Coming(grouped, asked)
+        coming = RowRequest(grouped, asked)
         coming.advance()
         return coming
 
@@ -215,7 +215,7 @@ class RemoteRows:
         for ids, grouped in later:
             self.begin_ahead(ids, grouped)
 
-    def taken(self, ids: np.ndarray) -> Coming | None:
+    def taken(self, ids: np.ndarray) -> RowRequest | None:
         """Return the request ahead with these ids, or None; drops the requests before it.
 
         Blocks: until the dropped rows are here.
@@ -238,12 +238,12 @@ class RemoteRows:
         while self._ahead:
             self.wait(self._ahead.popleft()[1])
 
-    def wait(self, coming: Coming, out: np.ndarray | None = None) -> None:
+    def wait(self, coming: RowRequest, out: np.ndarray | None = None) -> None:
         """Wait until requested rows are here. Blocks: never for servers' updates.
 
         Args:
             coming: The request.
-            out: See `Coming.advance`.
+            out: See `RowRequest.advance`.
         """
         self._cluster.wait(lambda: coming.advance(out), status_board.SHARD)
 

@@ -16,7 +16,7 @@ from mpips.failover.takeover import ended
 from mpips.kernels.atomics import observe
 from mpips.mpi.process import STARTED, stat_of
 from mpips.ps.consistency import VectorClock
-from mpips.ps.coordinator import Snapshots
+from mpips.ps.coordinator import Checkpoints
 from mpips.snapshot.agreement import Phase, SnapshotAgreement
 from mpips.transport.remote_reads import CLOCK
 
@@ -93,7 +93,7 @@ def test_a_snapshot_goes_on_without_a_server() -> None:
     ranks: Any = SimpleNamespace(roles=SimpleNamespace(servers=(0, 1, 2)), sent=[])
     ranks.send = lambda to, kind, what: ranks.sent.extend((rank, kind, what) for rank in to)
     committer = SimpleNamespace(note=lambda step: None)
-    snapshots = Snapshots(SimpleNamespace(cluster=ranks, base_samples=0), committer)
+    snapshots = Checkpoints(SimpleNamespace(cluster=ranks, base_samples=0), committer)
     ledgers = [np.array(ledger) for ledger in ([3, 0], [0, 5], [1, 1])]
     servers = [
         SnapshotAgreement(

@@ -23,7 +23,7 @@ from mpips.launch.heartbeat import Terms
 from mpips.launch.hosts import Host, find_hosts
 from mpips.launch.placement import Placement
 from mpips.launch.remote_execution import RemoteExecution
-from mpips.launch.returned import Returned, find_again
+from mpips.launch.returned import HostReturn, find_again
 from mpips.launch.watch import Heartbeats, Rank, Run
 from mpips.mpi.process import STARTED, running, send_signal, stat_of
 
@@ -285,7 +285,7 @@ def test_hosts_that_are_back(
     there = Answers("b")
     place = place_on(there, ranks=6)
     assert place.used == [ALL[0], ALL[2]]
-    back, run = Returned(place), rows(tmp_path / "run", epochs, *paces)
+    back, run = HostReturn(place), rows(tmp_path / "run", epochs, *paces)
     back.begin(75.0)
     assert back.look(None, 90.0) == ""
     there.down = set()
@@ -303,7 +303,7 @@ def test_hosts_that_are_back(
 
 def found_back(place: Placement, times: range) -> list[list[str]]:
     """Return the hosts that are back when they are asked at these times."""
-    back = Returned(place)
+    back = HostReturn(place)
     return [names for k in times if (names := back.back(float(k)))]
 
 

@@ -21,7 +21,7 @@ from mpips.mpi.collectives import free as free_comm
 from mpips.mpi.start import TAG_PLAIN
 from mpips.mpi.world import Cluster
 from mpips.ps.assemble import WorkerHalf
-from mpips.tables.step_rows import RowsAtWork
+from mpips.tables.step_rows import StepRows
 from mpips.tools.bench.link import FAST, Link
 from mpips.tools.bench.measure import Options, Row, in_turn, rates
 from mpips.tools.bench.pushpull import Exchange
@@ -49,7 +49,7 @@ class _Sides(Exchange):
         self._plain = [np.zeros((count, DIM), "f4") for count in counts]
 
     @property
-    def _worker(self) -> tuple[WorkerHalf, RowsAtWork]:
+    def _worker(self) -> tuple[WorkerHalf, StepRows]:
         half = self._half
         assert isinstance(half, WorkerHalf)
         assert half.rows is not None, "there is a table"

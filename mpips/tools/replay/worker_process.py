@@ -33,7 +33,7 @@ from mpips.optim import Ranges, clip_factor
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
 from mpips.problems.accumulate import Accumulator, Tasks, follow, make_loader, submit, taken
-from mpips.tables.step_rows import RowsAtWork
+from mpips.tables.step_rows import StepRows
 from mpips.tools.replay.record import Part
 from mpips.transport.rows import Section, Sections
 
@@ -253,7 +253,7 @@ class ReplayLink:
         if tables := tables_of(job):
             ranks = JobRanks(self._part, job.cluster.rank)
             ranks.node_of = [0] * ranks.world  # so that workers read all rows in shared memory
-            job.rows = RowsAtWork(ranks, self._memory, tables, held=self)
+            job.rows = StepRows(ranks, self._memory, tables, held=self)
         with make_loader(job) as loader:
             computer = Computer(job, loader)
             while True:
