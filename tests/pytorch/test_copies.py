@@ -110,24 +110,6 @@ def test_gradients_that_are_views_are_those_of_torch(loop: str) -> None:
     follow(Bound(make_model(Net, 0)), loop, False)
 
 
-def test_a_change_that_pytorch_does_not_count_is_not_seen_early(late: None) -> None:
-    """As `Worker.to` says."""
-    bound = Bound(make_model(Net, 0), early=True)
-    params, out = memory(bound.model, 2)
-    for array in params.values():
-        array[...] = 0.1
-    bound.move_to(params)
-    bound.collect_into(out)
-    step(bound.model, torch.ones(2, 3), "plain")
-    LateDevice.made[0].settle()  # as a device that was quick
-    before = out["first.bias"].copy()
-    bound.model.first.bias.grad.data.mul_(0)
-    bound.complete()
-    np.testing.assert_array_equal(out["first.bias"], before)
-    assert before.any()
-    bound.forget()
-
-
 ROOM = np.zeros(16 * PAGE, "u1")
 
 

@@ -30,7 +30,7 @@ from mpips.torch.worker import TorchSamples, check_loader  # noqa: E402
 
 PROGRAMS = ROOT / "tests" / "pytorch" / "programs"
 ONE, OTHER = [pytest.mark.one_mpi], [pytest.mark.long, pytest.mark.other_mpi]
-PROGRAM = {  # with its arguments, and where it runs
+LINES = {  # programs with their arguments, and where they run
     "follows,quick": ONE,  # rates, groups, and parameters that are frozen
     "follows,long": OTHER,
     "follows,counts": ONE,  # of steps of several batches
@@ -52,7 +52,7 @@ def told(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 @pytest.mark.launch
 @pytest.mark.parametrize(
     "line",
-    [pytest.param(k, marks=[*marks, pytest.mark.program(k)]) for k, marks in PROGRAM.items()],
+    [pytest.param(k, marks=[*marks, pytest.mark.program(k)]) for k, marks in LINES.items()],
 )
 def test_programs_do_as_torch_does(line: str, told: str) -> None:
     assert told.count(f"== {line} on rank ") == 3
@@ -180,6 +180,11 @@ def test_what_is_frozen_in_the_loop_is_named_and_evaluated() -> None:
     assert list(Bound(model, 1.0, bound.parameters).parameters) == list(params)
 
 
+def within() -> Any:
+    """Return a mean whose gradient is left by a pass of its own."""
+    return checkpoint(lambda x: x @ W / 4, torch.ones(4, requires_grad=True), use_reentrant=True)
+
+
 W, QUARTER = torch.nn.Parameter(torch.tensor([1.0, 2, 3, 6])), torch.tensor(0.25)
 LOSSES: dict[str, Callable[[], object]] = {
     "one": lambda: W.mean().backward(),
@@ -189,9 +194,7 @@ LOSSES: dict[str, Callable[[], object]] = {
     "two": lambda: [(k * W.mean()).backward() for k in (0.5, 1.5)],
     "a part of a model behind it": lambda: [W.mean().backward(), (2 * W).backward(W.detach())],
     "a part of a model before it": lambda: [(2 * W).backward(W.detach()), W.mean().backward()],
-    "one within another": lambda: checkpoint(
-        lambda x: (x * W).mean(), torch.ones(4, requires_grad=True), use_reentrant=True
-    ).backward(),
+    "one within another": lambda: (within() ** 2 / 3).backward(),
     "another thread": lambda: ThreadPoolExecutor(1).submit(W.mean().backward).result(),
 }
 

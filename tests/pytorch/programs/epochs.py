@@ -63,10 +63,11 @@ class Train(mpips.Callback):
         self.told.append(epoch)
 
     def __call__(self, worker: mt.Worker) -> None:
-        self.id, batches = worker.id, 0
+        self.id = worker.id
         loader = worker.loader(self.data, batch_size=SIZE, epochs=EPOCHS)
         for epoch in worker.epochs():  # as the loader says
             self.passes.append(epoch)
+            batches = 0
             for batches, batch in enumerate(loader, 1):  # noqa: B007
                 if self.stop == "with" and worker.id == 0:
                     worker.stop()
@@ -79,24 +80,16 @@ class Train(mpips.Callback):
             self.behind.append(worker.model.bias.tolist())
             if self.stop == "behind":
                 worker.stop()
+            if not self.stop:
+                assert not batches or self.told[-1] == epoch, (self.told, epoch)
+                if worker.workers == WORLD.size or worker.once():  # all, or one of the workers
+                    assert worker.evaluate(means, DATA)["loss"] > 0
 
     def step(self, worker: mt.Worker, ids: Any, x: Any, y: Any) -> None:
         self.seen.update((worker.epoch, int(k)) for k in ids)
         worker.optimizer.zero_grad()
         F.cross_entropy(worker.model(x), y).backward()
         worker.optimizer.step()
-
-
-class Evaluated(Train):
-    """One worker evaluates behind each pass, or all do in sync, told of the epoch before."""
-
-    def __call__(self, worker: mt.Worker) -> None:
-        loader = worker.loader(DATA, batch_size=SIZE)
-        for epoch in worker.epochs(EPOCHS):
-            took = [self.step(worker, *batch) for batch in loader]
-            assert not took or self.told[-1] == epoch, (self.told, epoch)
-            if worker.workers == WORLD.size or worker.once():
-                assert worker.evaluate(means, DATA)["loss"] > 0
 
 
 def run(train: Any, mode: str, out: Path, resume: str = "") -> mt.Result:
@@ -150,10 +143,6 @@ def numbered(out: Path) -> None:
             assert all(np.array_equal(found[name], a) for name, a in result.params.items())
         for stop in stops.split():
             check_stop(stop, mode, out / f"{mode}-{stop}")
-        evaluated = Evaluated()
-        if mode != "local_sgd":
-            assert run(evaluated, mode, out / f"{mode}-evaluated").reason == "epochs"
-            assert gathered(evaluated)[0] == ONCE, mode
 
 
 def streamed(out: Path) -> None:

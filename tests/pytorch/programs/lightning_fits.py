@@ -119,15 +119,11 @@ def make(mode: str, out: Path, options: Any = None, **more: Any) -> lightning.Tr
     return lightning.Trainer(strategy=strategy, default_root_dir=root, **{**given, **more})
 
 
-def fitted(trainer: lightning.Trainer, module: Any, *data: Any, **more: Any) -> lightning.Trainer:
-    trainer.fit(module, *data, **more)
-    return trainer
-
-
 def plain(module: Any, data: Any, epochs: int = 6, path: Any = None, **more: Any) -> Any:
     """Return a Trainer of this rank alone that has fitted a module, on one batch of all samples."""
     trainer = lightning.Trainer(devices=1, max_epochs=epochs, **{**PLAIN, **DOUBLE, **more})
-    return fitted(trainer, module, DataLoader(data, len(data)), ckpt_path=path)
+    trainer.fit(module, DataLoader(data, len(data)), ckpt_path=path)
+    return trainer
 
 
 DOUBLE: dict[str, Any] = {"precision": "64-true"}
@@ -217,7 +213,8 @@ def check_account(
     """A run whose Trainer stops counts what was trained, and goes on with the rest."""
     notes, loaders = Notes(), (shuffled(), DataLoader(DATA, 64))
     trainer = make(mode, out, callbacks=[notes, stop], max_epochs=epochs)
-    counted = fitted(trainer, Classes(1000), *loaders).strategy.result.summary["samples"]
+    trainer.fit(Classes(1000), *loaders)
+    counted = trainer.strategy.result.summary["samples"]
     assert counted == WORLD.allreduce(notes.samples.total()), (mode, counted)
     # In async a worker that got few batches stops late.
     whole = max(4, counted // COUNT + 1) if mode == "async" else 4
@@ -237,7 +234,8 @@ def check_ends(folder: Path) -> None:
         left = "local_sgd" if mode == "sync" else mode
         check_account(left, folder / f"left-{mode}", Leave(), epochs=-1)
         trainer = make(mode, folder / f"steps-{mode}", max_epochs=-1, max_steps=8)
-        steps = WORLD.allgather(fitted(trainer, Classes(1000), shuffled()).global_step)
+        trainer.fit(Classes(1000), shuffled())
+        steps = WORLD.allgather(trainer.global_step)
         assert (mode == "async" and max(steps) >= 8) or steps == [8] * WORLD.size, (mode, steps)
         assert trainer.max_steps == 8
     trainer = make("async", folder / "one", callbacks=[Leave(one=True)], max_epochs=-1)
