@@ -65,11 +65,6 @@ class Odd(nn.Module):
         return self.out(x) + self.same(x)
 
 
-def normal() -> nn.Module:
-    """Return a net with running means, and a layer that stays frozen."""
-    return nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 2).requires_grad_(False))
-
-
 def plainly(model: nn.Module, opt: Any, x: torch.Tensor, y: torch.Tensor) -> None:
     opt.zero_grad()
     F.cross_entropy(model(x), y).backward()
@@ -178,70 +173,6 @@ def test_a_model_may_be_tables_alone(run: Runs) -> None:
     assert result.rows("ids", [1 << 40]).tolist()[0][0] <= -3
     assert not result.params
     assert not mt.optimizer_state(result.out)["state"]
-
-
-# What a run begins with ----------------------------------------------------------------------
-
-
-@pytest.fixture
-def begins(run: Runs) -> Callable[..., tuple[mt.Result, dict[str, torch.Tensor]]]:
-    """Runs steps of a model that is changed first; returns also its state at the first batch."""
-
-    def begins(change: Callable[[nn.Module], object], **options: Any) -> Any:
-        first = list[dict[str, torch.Tensor]]()
-
-        def train(worker: mt.Worker) -> None:
-            worker.model.eval()(points)  # is no change
-            worker.model[0].requires_grad_(False).requires_grad_(True)
-            change(worker.model)
-            for x, y in worker.loader(DATA, batch_size=SIZE):
-                first.append({k: v.clone() for k, v in worker.model.state_dict().items()})
-                plainly(worker.model.train(), worker.optimizer, x, y)
-
-        given = {"steps": 1, "resume": "auto", "quiet": False, **options}
-        return run(train, normal, **given), first[0]
-
-    return begins
-
-
-def changed(model: nn.Module) -> None:
-    """Change all that a model has, some of it in a way that PyTorch does not count."""
-    model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
-    model[0].weight.data.fill_(1)
-
-
-def test_a_run_begins_with_what_the_model_is_before_the_loop(
-    begins: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A resumed one goes on with its own, and tells it."""
-    torch.manual_seed(0)
-    model = normal()
-    changed(model)
-    result, first = begins(changed)
-    torch.testing.assert_close(first, dict(model.state_dict()), rtol=0, atol=0)
-    assert "own parameters" not in capfd.readouterr().out
-    _, first = begins(changed, steps=2)
-    told = "goes on with its own parameters, not with the program's '0.weight' and 5 more"
-    assert told in capfd.readouterr().out
-    assert all(torch.equal(first[name], result.state_dict[name]) for name in result.params)
-    assert torch.equal(first["2.weight"], model[2].weight), "it is frozen: the program has it"
-    saved = dict(result.state_dict) | {"more": torch.zeros(2)}
-    _, first = begins(callable, init_from=saved, out=tmp_path / "other")
-    torch.testing.assert_close(first, dict(result.state_dict), rtol=0, atol=0)
-    assert "not in the model, left out of init_from: more" in capfd.readouterr().out
-
-
-REPLACED: dict[str, Callable[[nn.Module], object]] = {
-    "0.weight": lambda model: model.load_state_dict(normal().state_dict(), assign=True),
-    "head.weight": lambda model: setattr(model, "head", nn.Linear(2, 2)),
-}
-
-
-@pytest.mark.parametrize("name", REPLACED)
-def test_a_parameter_that_was_replaced_before_the_loop_is_refused(name: str, begins: Any) -> None:
-    """It would not be trained."""
-    with pytest.raises(mpips.UserError, match=f"{name}' that train has replaced, added"):
-        begins(REPLACED[name])
 
 
 # What a loop may do --------------------------------------------------------------------------

@@ -43,14 +43,14 @@ def run(
 
     def train(worker: mt.Worker) -> None:
         load(worker)
-        for x, y in worker.loader(DATA, batch_size=8, epochs=2):
+        for x, y in worker.loader(DATA, batch_size=8):
             if not first:
                 state = worker.model.state_dict()
                 first.append({name: t.detach().numpy().copy() for name, t in state.items()})
             F.cross_entropy(worker.model(x), y).backward()
             worker.optimizer.step()
 
-    given = {"optimizer": mpips.SGD(0.01), "out": out, "quiet": True, **options}
+    given = {"optimizer": mpips.SGD(0.01), "out": out, "quiet": True, "epochs": 2, **options}
     return mt.run(train, make, **given), first
 
 
@@ -63,6 +63,31 @@ def check_begins(result: mt.Result, out: Path, load: Load = callable, **options:
     ]
     assert any(alike), (out, alike)
     assert all(alike) or options["mode"] == "async", (out, alike)
+
+
+def on_one(worker: mt.Worker) -> None:
+    if worker.id == 0:
+        worker.model[0].bias.data += 1
+
+
+def on_others(worker: mt.Worker) -> None:
+    worker.model[0].bias.data += worker.id
+
+
+def assigns(worker: mt.Worker) -> None:
+    worker.model.load_state_dict(net().state_dict(), assign=True)
+
+
+def grows(worker: mt.Worker) -> None:
+    worker.model.head = nn.Linear(2, 2)
+
+
+WRONG = (
+    (on_one, "'0.bias' that rank . has not changed.*, as rank . has it"),
+    (on_others, "'0.bias' that rank . has changed.*, as rank . has it"),
+    (assigns, "'0.weight' that train has replaced, added"),
+    (grows, "'head.weight' that train has replaced, added"),
+)
 
 
 def main(out: Path) -> None:
@@ -78,28 +103,29 @@ def main(out: Path) -> None:
     WORLD.barrier()
 
     def loads(worker: mt.Worker) -> None:
-        worker.model.load_state_dict(result.state_dict)
+        worker.model.eval()(X)  # is no change, nor is the next
+        worker.model[0].requires_grad_(False).requires_grad_(True)
+        worker.model.train().load_state_dict(result.state_dict)
 
-    def loads_alone(worker: mt.Worker) -> None:
-        if worker.id == 0:
-            loads(worker)
+    def changes(worker: mt.Worker) -> None:
+        worker.model.load_state_dict({k: v + 1 for k, v in worker.model.state_dict().items()})
 
-    def adds(worker: mt.Worker) -> None:
-        worker.model[0].bias.data += worker.id
-
-    def fills(worker: mt.Worker) -> None:  # which PyTorch does not count
-        worker.model[0].weight.data.fill_(0.5)
-
-    wrong = (loads_alone, "has not changed"), (adds, "'0.bias' that rank . has changed")
+    more = {**result.state_dict, "more": torch.zeros(2)}
     for mode in ("async", "sync"):
-        for k, start in enumerate((*exported, out / "one", result.state_dict)):
-            check_begins(result, out / f"{k}-{mode}", mode=mode, init_from=start)
+        for k, start in enumerate((*exported, out / "one", more)):
+            check_begins(result, out / f"{k}-{mode}", mode=mode, init_from=start, quiet=k < 3)
         check_begins(result, out / f"loaded-{mode}", loads, mode=mode)
-        for load, told in wrong:
-            with pytest.raises(mpips.UserError, match=f"{told}.*, as rank . has it"):
+        for load, told in WRONG:
+            with pytest.raises(mpips.UserError, match=told):
                 run(out / "differs", load, mode=mode)
-    filled, _ = run(out / "frozen", fills, frozen)
-    assert bool((filled.state_dict["0.weight"] == 0.5).all()), "every rank has it"
+    check_begins(result, out / "one", changes, mode="sync", resume="yes", epochs=3, quiet=False)
+    for value, resume in ((0.5, ""), (0.25, "yes")):  # which PyTorch does not count
+
+        def fills(worker: mt.Worker, value: float = value) -> None:
+            worker.model[0].weight.data.fill_(value)
+
+        filled, _ = run(out / "frozen", fills, frozen, resume=resume, epochs=3 if resume else 2)
+        assert bool((filled.state_dict["0.weight"] == value).all()), "every rank has it"
     state = torch.optim.Adam(net().parameters()).state_dict() if WORLD.rank else None
     with pytest.raises(mpips.UserError, match="expected not given, as on rank 0; load it on every"):
         run(out / "differs", optimizer=mpips.Adam(), optimizer_state=state)

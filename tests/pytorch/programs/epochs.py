@@ -1,7 +1,16 @@
-"""Loops over epochs: each has its samples once, a stream as many, over stops and resumes too."""
+"""Loops over epochs: each has its samples once, a stream as many, over stops and resumes too.
 
+``epochs.py OUT numbered``, ``streamed``, or ``read``: by processes.
+"""
+
+import multiprocessing
+import os
+import random
+import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +18,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 from torch.nn import functional as F
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
 import mpips
 import mpips.torch as mt
@@ -33,6 +42,31 @@ def part(worker: int, workers: int) -> Iterator[Any]:
     return (DATA[k] for k in range(STREAMED) if k // 5 % workers == worker)
 
 
+class Slow(Dataset[Any]):
+    """Samples that take 2 ms each, and are random; their classes are the processes that read."""
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, k: int) -> tuple[int, torch.Tensor, int]:
+        time.sleep(0.002)
+        info = get_worker_info()
+        assert info is not None, "in a process of its own"
+        drawn = random.random(), np.random.rand(), float(torch.rand(())), 0.0, 0.0
+        return k, torch.tensor(drawn, dtype=torch.float64), info.id
+
+
+def signal_all() -> None:
+    """Send what ends a run to this rank, and to all that it has started, as a launcher may."""
+    started = [child.pid for child in multiprocessing.active_children()]
+    started += [forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid]
+    assert len(started) == 4
+    for pid in (*started, os.getpid()):
+        assert pid is not None
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            os.kill(pid, number)
+
+
 def adamw(params: Any) -> torch.optim.Optimizer:
     weight, bias = params
     groups = [{"params": [weight], "weight_decay": 0.3}, {"params": [bias], "lr": 0.03}]
@@ -47,13 +81,16 @@ class Train(mpips.Callback):
     """A loop over epochs, and what this rank has seen of it.
 
     Args:
-        stop: Where a worker stops the run: "in" a pass, "with" a batch in work, "behind" a pass.
+        stop: Where a worker stops the run: "in" a pass, "with" a batch in work, "behind" a pass;
+            or by a "signal".
         data: The samples.
     """
 
     def __init__(self, stop: str = "", data: Any = DATA) -> None:
         self.stop, self.data, self.id = stop, data, -1
         self.seen = Seen()
+        self.drawn: dict[tuple[int, int], list[float]] = {}  # what was random, by epoch and sample
+        self.readers = set[int]()
         self.told: list[int] = []  # epochs, by the callback
         self.passes: list[int] = []
         self.lengths: list[tuple[int, int]] = []  # batches of each pass, and the loader's length
@@ -64,15 +101,18 @@ class Train(mpips.Callback):
 
     def __call__(self, worker: mt.Worker) -> None:
         self.id = worker.id
-        loader = worker.loader(self.data, batch_size=SIZE, epochs=EPOCHS)
+        processes = 2 if isinstance(self.data, Slow) else 0
+        loader = worker.loader(self.data, batch_size=SIZE, epochs=EPOCHS, num_workers=processes)
         for epoch in worker.epochs():  # as the loader says
             self.passes.append(epoch)
             batches = 0
-            for batches, batch in enumerate(loader, 1):  # noqa: B007
+            for batches, batch in enumerate(loader, 1):
                 if self.stop == "with" and worker.id == 0:
                     worker.stop()
                     break
                 self.step(worker, *batch)
+                if self.stop == "signal" and (worker.id, epoch, batches) == (0, 0, 4):
+                    signal_all()
                 if self.stop == "in" and epoch == 1:  # any: the first may have no batch of it
                     worker.stop()
             assert worker.epoch == epoch
@@ -86,7 +126,10 @@ class Train(mpips.Callback):
                     assert worker.evaluate(means, DATA)["loss"] > 0
 
     def step(self, worker: mt.Worker, ids: Any, x: Any, y: Any) -> None:
-        self.seen.update((worker.epoch, int(k)) for k in ids)
+        keys = [(worker.epoch, int(k)) for k in ids]
+        self.seen.update(keys)
+        self.drawn.update(zip(keys, x.tolist(), strict=True))
+        self.readers.update(y.tolist())
         worker.optimizer.zero_grad()
         F.cross_entropy(worker.model(x), y).backward()
         worker.optimizer.step()
@@ -158,5 +201,21 @@ def streamed(out: Path) -> None:
         assert counts == Counter(dict.fromkeys(range(EPOCHS), SAMPLES)), (mode, counts)
 
 
+def read(out: Path) -> None:
+    """Read by processes: what is random in a sample is its own, over a stop and in each mode."""
+    found = []
+    for mode in ("async", "ssp", "sync"):
+        trains = Train("signal", Slow()), Train("", Slow())
+        for train, reason in zip(trains, ("SIGTERM", "epochs"), strict=True):
+            assert run(train, mode, out / mode, "auto").reason == reason, mode
+            assert not multiprocessing.active_children(), "they have ended"
+            assert train.id or train.readers == {0, 1}, "both are at it"
+        assert gathered(*trains)[0] == ONCE, mode
+        drawn = WORLD.allgather(trains[0].drawn | trains[1].drawn)
+        found.append({key: x for of_rank in drawn for key, x in of_rank.items()})
+    assert found[0] == found[1] == found[2]
+    assert len({tuple(x) for x in found[0].values()}) == COUNT * EPOCHS
+
+
 def main(out: Path, which: str) -> None:
-    {"numbered": numbered, "streamed": streamed}[which](out)
+    {"numbered": numbered, "streamed": streamed, "read": read}[which](out)
