@@ -109,10 +109,7 @@ def rows_of(found: Checkpoint, table: str) -> Rows:
 
 
 def check_counts(out: Path, whole: bool = True) -> Checkpoint:
-    """Check the newest checkpoint of a run against its own parameters; it may be of any step.
-
-    Where a run is not `whole`, what it has counted is not its number of samples.
-    """
+    """Check the newest checkpoint against its own parameters; a `whole` run counts all samples."""
     found, _ = need_whole(out)
     assert not verify(found.path)
     counts = found.read_params()
@@ -189,11 +186,7 @@ def ended_part(out: Path, result: mpips.Result, stop: int, options: dict[str, An
 
 
 def exact(folder: Path) -> None:
-    """Stops, resumes on other servers and nodes, both modes; in the end every count is whole.
-
-    From the second part on rows of a table become more, its memory another, and then the owners of
-    its rows.
-    """
+    """Stops, resumes on other servers, nodes, rows, memory and owners; the end counts are whole."""
     for mode, sizes in SERVED.items():
         out = folder / mode
         for part, (ranks, stop, options) in enumerate(SERVED_PARTS):
@@ -212,9 +205,8 @@ def exact(folder: Path) -> None:
 def exact_rounds(folder: Path) -> None:
     """Stops, resumes on other workers, owners and nodes; in the end all counts are whole.
 
-    A last batch of an epoch is smaller than the others. What a round of more workers has left to
-    fewer of them is a step of several batches, whose gradients weigh less: then rows are as the
-    parameters are, and no whole numbers.
+    Unless fewer workers make the rest of a round: its gradients weigh less, and rows are as the
+    parameters are.
     """
     out = folder / "exact"
     for number, (ranks, stop, options) in enumerate(ROUND_PARTS):
@@ -260,10 +252,7 @@ def pairs(stop: int) -> Callable[..., None]:
 
 
 def evicted(folder: Path) -> None:
-    """Rows that nobody pushes for two epochs are as at first, on other servers too; others exact.
-
-    No worker is an epoch behind in mode ssp, so that it is known which rows these are.
-    """
+    """Rows that nobody pushes for two epochs, which is known in mode ssp, are as at first."""
     parts: tuple[tuple[int, int, dict[str, Any]], ...] = (
         (3, 25, {"servers": 1, "node_size": 1}),
         (5, 37, {"servers": 3, "checkpoint_every": "3steps", **CHAIN}),
@@ -291,10 +280,7 @@ def evicted(folder: Path) -> None:
 
 
 def remote(folder: Path) -> None:
-    """What one worker does to rows of other nodes is what it does to those of its own, to the bit.
-
-    It sees its own pushes in mode ssp, so that only the way that rows travel differs.
-    """
+    """One worker, which sees its own pushes in mode ssp: rows of other nodes have the same bits."""
     found = []
     cases = (0, TABLES), (1, LAZY), (0, in_blocks(LAZY)), (1, in_blocks(TABLES))
     for number, (size, tables) in enumerate(cases):
@@ -360,10 +346,7 @@ def hashed(folder: Path) -> None:
 
 
 def empty(folder: Path) -> None:
-    """Servers whose shard is empty take pushes, have clocks, and save their rows.
-
-    Rows that are asked for come with the next step's clock, and hold all that this worker pushed.
-    """
+    """Servers with an empty shard take pushes, have clocks, save rows; reads have own pushes."""
     out, options = folder / "empty", {"tables": {"one": TABLES["one"]}, "mode": "ssp"}
     every = np.arange(N)
 
@@ -469,10 +452,7 @@ def bad(folder: Path) -> None:
 
 
 def placed(folder: Path) -> None:
-    """How ranks lie on nodes, or who owns a row, changes no bit of it.
-
-    Owners add up in the order of the workers; a norm's order is another with other owners.
-    """
+    """How ranks lie on nodes, or who owns a row, changes no bit; a norm's order is the owners'."""
     found = []
 
     def train(worker: mpips.Worker) -> None:
