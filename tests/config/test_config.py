@@ -253,6 +253,7 @@ a.toml b.toml | a second job file 'b.toml', expected only one
 --groups a*:lr=1,lr=2 | lr twice in groups, 'a*:lr=1,lr=2', expected once
 --row-optimizer sgd:lr=1,lr=2 | lr twice in row_optimizer 'sgd:lr=1,lr=2', expected once
 --groups a*:lr=1e999 | group 'a*' with lr inf, expected a number >= 0
+--eval-ema --ema 0.9 | eval_ema by itself, expected ema > 0 and evaluators >= 1
 --dataset= | dataset '', expected a name or the path of a file
 """
 
@@ -280,6 +281,7 @@ FITTING = """
 --pull-codec auto --far-read get
 --mode local_sgd --mixing 1 --reduce allreduce
 --resume --init-from x
+--eval-ema --ema 0.9 --evaluators 1
 """
 
 

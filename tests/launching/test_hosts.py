@@ -73,13 +73,6 @@ def test_hosts_that_cannot_be(text: str, ranks: int | None, error: str) -> None:
         find_hosts(text, ranks)
 
 
-def test_hosts_are_filled_one_after_the_other() -> None:
-    hosts = find_hosts("a:4,b:4,c:4", None)
-    assert placed(hosts, 6) == [Host("a", 4), Host("b", 2)]
-    assert placed(hosts[1:], 12) == [Host("b", 4), Host("c", 4)]
-    assert placed([], 4) == []
-
-
 NODES = ["a"] * 4 + ["b"] * 4  # what is left of 12 ranks
 
 

@@ -105,7 +105,8 @@ def test_json_of_a_plan() -> None:
     assert found["samples_per_s"] == pytest.approx(4 * 32 / found["step_s"])
     assert found["step_s"] >= 0.98 * found["step_formula_s"]
     assert sum(found["workers_time"].values()) == pytest.approx(1)
-    assert found["bottleneck"]["what"]
+    for more, what in (("", "computing"), (" --link 100mbit", "links of 1 node with 1 server")):
+        assert planned(f"{WORLD} --servers 1{more}")["bottleneck"]["what"] == what
 
 
 def test_figures_that_are_not_given_are_told() -> None:
