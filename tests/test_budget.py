@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39877
+TOTAL = 39882
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
@@ -25,7 +25,7 @@ BUDGET = {
     "health": 698,
     "jax": 440,
     "kernels": 1953,
-    "launch": 2303,
+    "launch": 2309,
     "layout": 428,
     "library": 1622,
     "lightning": 692,

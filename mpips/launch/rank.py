@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     except UserError as error:
         _leave(f"mpips: {located(error, error.__traceback__)}", error.code, rank or 0)
     except Exception as error:
-        _leave(text_of(error), Exit.FAILED, rank or 0)
+        _leave(*_end_by(error), rank or 0)
     code = end.code if isinstance(end.code, int) else Exit.FAILED * (end.code is not None)
     heartbeat.report_exit(code)
     _leave_the_dead(code)
@@ -56,6 +56,15 @@ def run(words: Sequence[str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
+def _end_by(error: Exception) -> tuple[str, int]:
+    """Return the message of an uncaught exception, and the exit code that it sets."""
+    abort = sys.modules.get("mpips.mpi.abort")  # absent if the program has not started MPI
+    if abort is None or not abort.is_death(error):
+        return text_of(error), Exit.FAILED
+    message = abort.raised(error)  # of one of the living ranks
+    return message and f"mpips: {message}", abort.code_of(error)
+
+
 def _leave_the_dead(code: int) -> None:
     """End this process directly, if its run has continued without ranks that died."""
     abort = sys.modules.get("mpips.mpi.abort")  # absent if the program has not started MPI
@@ -71,7 +80,7 @@ def _leave(message: str, code: int, rank: int) -> NoReturn:
     """
     time.sleep(min(TURN_S * rank, TURNS_S))
     sys.stdout.flush()
-    if not heartbeat.another_failed():
+    if message and not heartbeat.another_failed():
         write_line(message, sys.stderr)
     heartbeat.report_exit(code)
     os._exit(code)

@@ -241,8 +241,7 @@ def _end(start: Start, error: BaseException) -> None:
     if isinstance(error, UserError) and hasattr(start, "job") and start.job.begun:
         error.code = Exit.FAILED
     if start.comm.size > 1:
-        code = error.code if isinstance(error, UserError) else Exit.FAILED
-        abort.abort(abort.raised(error), code)
+        abort.abort(abort.raised(error), abort.code_of(error))
     start.hide()
 
 

@@ -168,3 +168,13 @@ def test_after_a_death_the_run_goes_on_with_another_number_of_ranks(tmp_path: Pa
     train(3, *words.split(), cwd=tmp_path).check()
     assert final(out).state["samples"] == 3 * n
     assert summary(out)["lost"] == []
+
+
+def test_a_program_whose_rank_dies_in_two_starts_is_started_again(tmp_path: Path) -> None:
+    """Deaths are no failures of the program, which would end two starts without progress."""
+    words = [str(PROGRAM.with_name("dying_program.py"))]
+    with Supervised(tmp_path, 3, words, "--ft", "--timeout", "60") as job:
+        printed = job.wait(0)
+    assert printed.count("mpips: rank 1 has died") == 2
+    assert printed.count("ended with code 137") == 2
+    assert "Traceback" not in printed
