@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import pytest
 from launch import ROOT, python, run
-from test_reference import check_left
 
 from mpips.__main__ import COMMANDS
 from mpips.config import OPTIONS
@@ -34,6 +33,7 @@ from mpips.tools.guide.__main__ import main
 from mpips.tools.guide.pages import FOLDER, TOPICS, page
 from mpips.tools.guide.site import API
 from tests.pytorch.scripts.diffs import sides
+from tests.test_reference import check_left
 
 PAGES = {"README": ROOT / "README.md", **{topic: FOLDER / f"{topic}.md" for topic in TOPICS}}
 LONG = (

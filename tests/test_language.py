@@ -6,8 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 import pytest
-from test_guide import PAGES, text
-from test_imports import sources
+
+from tests.test_guide import PAGES, text
+from tests.test_imports import sources
 
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
 WORDS_MOST = 35  # in a sentence

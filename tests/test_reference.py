@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 from launch import ROOT, run
-from test_imports import PATHS, sources
 
 from mpips.checkpoint import run_folder
 from mpips.errors import Exit
 from mpips.tools.guide.pages import FOLDER, MARK, entries, filled
 from mpips.tools.guide.site import API
+from tests.test_imports import PATHS, sources
 
 # Rows -------------------------------------------------------------------------------------------
 

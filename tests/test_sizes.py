@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 
-from test_imports import sources
+from tests.test_imports import sources
 
 LINES, FUNCTION_LINES, PARAMETERS, METHODS, ATTRIBUTES = 400, 40, 8, 15, 15
 LARGER = {  # each has a sentence in its docstring that says why

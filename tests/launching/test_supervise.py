@@ -80,7 +80,7 @@ print("the program has seen the end", flush=True)
 """
 # The same, where a spare is there, which needs no restart; each rank notes how it takes over.
 WALK = f"""
-sys.path.insert(0, {str(ROOT / "tests")!r})
+sys.path.insert(0, {str(ROOT / "tests" / "support")!r})
 from walks import Walk, paths
 WAYS, TABLES = paths()["A takeover"], {{"a": mpips.Table(N, 2, mpips.Zeros())}}
 walk = Walk(set(sum(WAYS, []))).__enter__()

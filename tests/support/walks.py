@@ -11,7 +11,7 @@ from mpips.tools.guide.__main__ import page
 # Modules that a plain asynchronous job does not import: of ranks that die, tables, first-N rounds,
 # the replay log.
 FEATURES = ("failover.", "tables.", "ps.first_n", "ps.replay_log")
-PACKAGE = Path(__file__).parent.parent / "mpips"
+PACKAGE = Path(__file__).parents[2] / "mpips"
 Name = tuple[str, str]  # of a function: its file, and its qualified name
 HEADING = re.compile(r"^\*\*(.+?)\*\*", re.MULTILINE)
 FILE = re.compile(r"`(mpips/[\w/]+\.py)`\s+\(([^)]+)\)")

@@ -23,7 +23,7 @@ from mpips.config.names import SERVED
 from mpips.datasets import open_dataset
 from tests.chaos.exact import expected_counts, wrong_rows
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 COUNTING = f"{HERE / 'problems' / 'counting.py'}"
 MODELS = f"{HERE / 'problems' / 'models.py'}"
 SAVED = 85

@@ -26,7 +26,7 @@ FOREIGN = re.compile(
 )
 OWN = tuple(
     str(Path(each).resolve()) + "/"
-    for each in (sys.prefix, sys.base_prefix, "/usr", "/proc", "/sys", Path(__file__).parents[1])
+    for each in (sys.prefix, sys.base_prefix, "/usr", "/proc", "/sys", Path(__file__).parents[2])
 )
 CACHE = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
 KERNELS = f"{CACHE}/mpips/"  # where compiled loops are kept
