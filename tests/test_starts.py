@@ -35,10 +35,13 @@ finally:
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_ranks_of_a_plain_job_start_lightly(mode: str, tmp_path: Path) -> None:
     job = ["-c", COUNTING, "--mode", mode, "--steps", "2", "--out"]
-    for name in ("compiling", "counted"):
+    run(2, [*job, "compiling"], tmp_path).check()
+    for name in ("counted", "again"):  # a job that compiles beside this one puts the bundle off
         done = run(2, [*job, name], tmp_path).check()
-    counts = [int(count) for count in re.findall(r"^opened (\d+)$", done.output, re.MULTILINE)]
-    assert len(counts) == 2
+        counts = [int(count) for count in re.findall(r"^opened (\d+)$", done.output, re.MULTILINE)]
+        assert len(counts) == 2
+        if max(counts) <= MOST:
+            break
     assert max(counts) <= MOST
     writes = 1 if mode == "async" else 2  # ranks, whose parameters go into a checkpoint
     assert done.output.count("imported ['h5py']") == writes, "it takes long"
