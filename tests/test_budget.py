@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39882
+TOTAL = 39881
 TESTS = 38302  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 60,
@@ -35,7 +35,7 @@ BUDGET = {
     "planning": 2485,
     "problems": 952,
     "ps": 2266,
-    "rounds": 2392,
+    "rounds": 2391,
     "session": 1821,
     "snapshot": 719,
     "strategies": 441,

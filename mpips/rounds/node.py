@@ -57,8 +57,7 @@ class NodeBarrier:
         self._begun = 0
         # A rank that yields its core may get it back late, while other nodes wait for this rank.
         self._looks = LOOKS if cluster.ranks_per_core <= 1 else 1 if cluster.nodes == 1 else 0
-        self._own = view(cluster.rank, "report")
-        self._report = self._own.data
+        self._report = view(cluster.rank, "report")
         self._reports = addresses_of([view(r, "report") for r in cluster.my_node])
         self.sums, self._seconds = np.zeros(8), np.zeros(2)
         self._agreed = (view(leader, "agreed") if cluster.nodes > 1 else self.sums).data
@@ -70,7 +69,7 @@ class NodeBarrier:
 
     def enter(self, report: Report) -> None:
         """Wait for all ranks of the node, and add up their reports."""
-        REPORT.pack_into(self._report, 0, *report)
+        REPORT.pack_into(self._report.data, 0, *report)
         self._meet(meet_and_add, self._reports, self.sums)
 
     def wait(self) -> None:
@@ -127,7 +126,7 @@ class NodeBarrier:
             A function of this rank's report, the weights of the gradients, and the rates of the
             rule's step. It returns the sum of all reports.
         """
-        barriers = self._words, self._looks, self._reports, self.sums, self._own, self._seconds
+        barriers = self._words, self._looks, self._reports, self.sums, self._report, self._seconds
         bound = partial(loop, *barriers, *args)
 
         def run(report: Report, weights: np.ndarray, rates: Iterable[float]) -> Report:
@@ -162,8 +161,7 @@ class NodeBarrier:
     def free(self) -> None:
         """Drop the views of the window; may be called twice."""
         self.recover = None
-        self._own = np.zeros(0)
-        self._report = self._agreed = memoryview(b"")
+        self._report, self._agreed = np.zeros(0), memoryview(b"")
 
 
 class NodeRound(Round):
