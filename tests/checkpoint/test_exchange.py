@@ -47,16 +47,14 @@ def run_directory(tmp_path: Path) -> Path:
 def test_what_is_exported_is_read(run_directory: Path, tmp_path: Path, suffix: str) -> None:
     """Here and elsewhere, where names and shapes are as they were, and all that is in the file."""
     output, params = tmp_path / f"out{suffix}", vector(LAYOUT.size, 100)  # of step 10
-    load = {
-        ".pt": lambda path: pytest.importorskip("torch").load(path),
-        ".safetensors": lambda path: pytest.importorskip("safetensors.numpy").load_file(path),
-    }
-    if suffix == ".pt":
-        pytest.importorskip("torch")
+    readers = {".pt": ("torch", "load"), ".safetensors": ("safetensors.numpy", "load_file")}
+    if suffix in readers:
+        package, name = readers[suffix]
+        read = getattr(pytest.importorskip(package), name)
     assert main(["export", str(run_directory), "-o", str(output)]) == 0
-    if suffix in load:
+    if suffix in readers:
         assert output.stat().st_size < 4 * LAYOUT.size + 4096
-        found, arrays = load[suffix](output), LAYOUT.views(params)
+        found, arrays = read(output), LAYOUT.views(params)
         assert found.keys() == arrays.keys()
         for name, array in arrays.items():
             np.testing.assert_array_equal(found[name], array, strict=suffix != ".pt")
