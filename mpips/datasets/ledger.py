@@ -8,7 +8,7 @@ a worker dies, its ranges are assigned to the others.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -27,13 +27,13 @@ class SampleAllocator:
         quota: Number of steps of each worker, with those before a resume; None for no quota.
         workers: Number of workers.
         chunk: Consecutive batches that one worker takes, so that it reads a block of a file once.
-        cursor: ``(epoch, position)`` of the first sample that was never assigned.
-        pending: Ranges to assign first.
-        clocks: Earlier steps of each worker.
 
     Attributes:
+        cursor: ``(epoch, position)`` of the first sample that was never assigned.
+        pending: Ranges to assign first.
+        clocks: Steps of each worker, with those before a resume.
         issued: Number of batches that this object has assigned; also the number of the next one.
-        before: Steps of each worker when this object was made or restored.
+        before: Steps of each worker before a resume.
         taken_back: Numbers of the batches that were taken back.
         stopped: Whether to assign no more batches.
         samples_done: Samples applied so far, in all epochs.
@@ -45,25 +45,18 @@ class SampleAllocator:
     epochs: int | None = None
     quota: int | None = None
     chunk: int = 1
-    cursor: tuple[int, int] = (0, 0)
-    pending: deque[Range] = field(default_factory=deque)
-    clocks: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.pending = deque((int(e), int(b), int(n)) for e, b, n in self.pending)
-        self.clocks = list(self.clocks) or [0] * self.workers
+        self.cursor = (0, 0)
+        self.pending = deque[Range]()
+        self.clocks = [0] * self.workers
         self.before = list(self.clocks)
         self._chunks: list[deque[Range]] = [deque() for _ in range(self.workers)]
         self._open: list[deque[tuple[Range, int]]] = [deque() for _ in range(self.workers)]
         self.issued = 0
         self.taken_back: list[int] = []
         self.stopped = False
-        self._count()
-
-    def _count(self) -> None:
-        epoch, position = self.cursor
-        open_samples = sum(end - begin for _, begin, end in self.unfinished())
-        self.samples_done = epoch * self.samples + position - open_samples
+        self.samples_done = 0
 
     def next(self, worker: int) -> Range | None:
         """Assign a batch to `worker`; None if none is left for it."""
@@ -155,13 +148,14 @@ class SampleAllocator:
         A range may be larger than a batch is now, as from a round of more workers. It is split,
         since a worker's buffers may hold only a batch.
         """
-        epoch, position = state["cursor"]
-        self.cursor = (int(epoch), int(position))
+        epoch, position = map(int, state["cursor"])
+        self.cursor = (epoch, position)
         ranges = [(int(e), int(b), int(n)) for e, b, n in state["pending"]]
         self.pending = deque(p for batch in ranges for p in pieces(batch, self.batch_size))
         self.clocks = share_clocks([int(c) for c in state["clocks"]], self.workers)
         self.before = list(self.clocks)
-        self._count()
+        open_samples = sum(end - begin for _, begin, end in ranges)
+        self.samples_done = epoch * self.samples + position - open_samples
 
     @property
     def epochs_done(self) -> float:
