@@ -175,23 +175,21 @@ def describe(config: Config, parts: Parts, strict: bool = True) -> DataInfo:
     if config.batch_size > n_train:
         expected = f"at most {n_train}, the training samples of {config.dataset}"
         raise UserError(f"batch_size={config.batch_size}", expected, "use a smaller --batch-size")
-    labels = check_targets(parts, config.classes, strict)
     names = [f"{k} {name}" for k, name in enumerate(train.class_names)]
-    named = [f"classes: {listed(names, NAMES_SHOWN)}"] if names else []
-    return DataInfo(
+    hashed = train.x.name == HASHED
+    info = DataInfo(
         name=config.dataset if config.dataset in BUILT_IN else Path(train.path).name,
         n_train=n_train,
         n_test=len(parts.test_rows),
-        x_shape=(IDS,) if train.x.name == HASHED else train.x_shape,
-        y_shape=train.y.shape[1:] if labels.classes is None else (),
-        classes=labels.classes,
+        x_shape=(IDS,) if hashed else train.x_shape,
+        y_shape=train.y.shape[1:],
+        classes=None,
         source=config.dataset,
-        signs=labels.signs,
-        countable=labels.countable,
-        notes=(*labels.notes, *named),
+        notes=(f"classes: {listed(names, NAMES_SHOWN)}",) if names else (),
         class_names=train.class_names,
-        sparse=train.sparse or train.x.name == HASHED,
+        sparse=train.sparse or hashed,
     )
+    return check_targets(info, parts, config.classes, strict)
 
 
 def make_dataset(config: Config, parts: Parts, info: DataInfo) -> Dataset:

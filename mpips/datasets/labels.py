@@ -8,12 +8,12 @@ is given. Lesser oddities are only noted.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from mpips.datasets.base import bad_label, not_finite, samples_per_block
+from mpips.datasets.base import DataInfo, bad_label, not_finite, samples_per_block
 from mpips.datasets.table import Table
 from mpips.errors import UserError, listed
 
@@ -55,24 +55,6 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Labels:
-    """Properties of a dataset's targets.
-
-    Attributes:
-        classes: Number of classes; None for real-valued targets.
-        signs: Whether the labels are -1 and +1, which batches have as 0 and 1.
-        countable: Number of classes that real-valued targets would make; 0 if they are not whole
-            numbers.
-        notes: Notes for the user.
-    """
-
-    classes: int | None
-    signs: bool = False
-    countable: int = 0
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Parts:
     """The open files of a dataset, with the rows for training and the held-out rows.
 
@@ -107,10 +89,11 @@ class Oddity(NamedTuple):
     expected: str = ""
 
 
-def check_targets(parts: Parts, classes: int, strict: bool) -> Labels:
-    """Check all targets, and return their properties.
+def check_targets(info: DataInfo, parts: Parts, classes: int, strict: bool) -> DataInfo:
+    """Check all targets, and return the description of the data with their properties.
 
     Args:
+        info: Description of the data, as of real-valued targets.
         parts: The open files.
         classes: Number of classes; 0 to infer it.
         strict: Whether to refuse obvious mistakes; else they are only noted, as in a resumed run.
@@ -121,7 +104,7 @@ def check_targets(parts: Parts, classes: int, strict: bool) -> Labels:
     """
     whole = all(table.y.dtype.kind in "bui" for table in parts.tables)
     if not classes and not whole:
-        return _check_real_targets(parts)
+        return _check_real_targets(info, parts)
     for table in parts.tables:
         if table.y.shape[1:] not in ((), (1,)):
             what = f"{table.path}: array {table.y.name!r}"
@@ -142,8 +125,9 @@ def check_targets(parts: Parts, classes: int, strict: bool) -> Labels:
             if expected and strict:
                 raise UserError(got, expected, remedy)
     noted = [f"{got}: {remedy}" if remedy else got for got, remedy, _ in oddities]
-    notes = (_note(seen, train, classes or inferred, signs), *_part_notes(parts), *noted)
-    return Labels(classes or inferred, signs, notes=notes)
+    classes = classes or inferred
+    notes = (_note(seen, train, classes, signs), *_part_notes(parts), *noted, *info.notes)
+    return replace(info, y_shape=(), classes=classes, signs=signs, notes=notes)
 
 
 def tally(table: Table, rows: Rows) -> Tally:
@@ -303,14 +287,14 @@ def _part_notes(parts: Parts) -> list[str]:
     ]
 
 
-def _check_real_targets(parts: Parts) -> Labels:
-    """Check real-valued targets, and return their properties; only if there is one a sample.
+def _check_real_targets(info: DataInfo, parts: Parts) -> DataInfo:
+    """Check real-valued targets, and describe them; only if there is one a sample.
 
     Raises:
         UserError: If one is not finite.
     """
     if parts.train.y.shape[1:] not in ((), (1,)):
-        return Labels(None)
+        return info
     low, high, total, n, whole = math.inf, -math.inf, 0.0, 0, True
     for table in parts.tables:
         for begin, raw in _pieces(table, range(table.n)):
@@ -322,10 +306,10 @@ def _check_real_targets(parts: Parts) -> Labels:
             whole = whole and bool((raw == np.rint(raw)).all())
     notes = [f"targets {low:.4g} to {high:.4g}, mean {total / n:.4g}", *_part_notes(parts)]
     countable = _countable(parts, low, high) if whole else 0
-    if not countable:
-        return Labels(None, notes=tuple(notes))
-    hint = f"they are whole numbers: if they are class labels, give --classes {countable}"
-    return Labels(None, countable=countable, notes=(*notes, hint))
+    if countable:
+        hint = f"they are whole numbers: if they are class labels, give --classes {countable}"
+        notes.append(hint)
+    return replace(info, countable=countable, notes=(*notes, *info.notes))
 
 
 def _countable(parts: Parts, low: float, high: float) -> int:
