@@ -88,7 +88,7 @@ def _train(dataset: str) -> float:
 def _batches(source: Source) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     order = Order(source.n, BATCH, source.block(BATCH), 0)
     ranges = [(k, min(k + BATCH, source.n)) for k in range(0, source.n, BATCH)]
-    with Loader(source, order, "float32", depth=AHEAD) as loader:
+    with Loader(source, order, "float32") as loader:
         for number in range(len(ranges) + AHEAD):
             if number < len(ranges):
                 loader.submit(0, *ranges[number])

@@ -186,22 +186,21 @@ class SparseTable(SvmTable):
 
     def read(self, begin: int, end: int) -> tuple[Csr, np.ndarray]:
         """Return the inputs and targets of rows ``[begin, end)``."""
+        return self._read(begin, end, True)
+
+    def read_y(self, begin: int, end: int) -> np.ndarray:
+        """Return the targets of rows ``[begin, end)``."""
+        return self._read(begin, end, False)[1]
+
+    def _read(self, begin: int, end: int, features: bool) -> tuple[Csr, np.ndarray]:
         parts, labels = list[Csr](), list[np.ndarray]()
         for number, first, last in cuts(self._rows, begin, end):
-            part = self._parse(number)
+            part = self._parse(number, features)
             labels.append(part.labels[first:last])
             parts.append(part.x[first:last])
         return self._columns(join(parts)), self._labels(np.concatenate(labels))
 
-    def read_y(self, begin: int, end: int) -> np.ndarray:
-        """Return the targets of rows ``[begin, end)``."""
-        labels = [
-            self._parse(number, False).labels[first:last]
-            for number, first, last in cuts(self._rows, begin, end)
-        ]
-        return self._labels(np.concatenate(labels))
-
-    def _parse(self, number: int, features: bool = True) -> Parsed:
+    def _parse(self, number: int, features: bool) -> Parsed:
         """Return the samples of a piece, or only their labels."""
         path, piece = self._paths[self._files[number]], Piece(*self._pieces[number].tolist())
         with reading(path, FORMAT):

@@ -19,6 +19,7 @@ from mpips.datasets.order import Order, bits_of
 from mpips.errors import UserError
 from mpips.kernels.vectors import take_rows
 
+DEPTH = 2  # batches that a thread makes ahead
 CACHED_BLOCKS = 4
 CACHE_BYTES = 32 << 20
 CHANNELS = (1, 3)
@@ -43,7 +44,7 @@ class Blocks:
         self._block = block
         self._dtype = dtype
         self._kept: OrderedDict[int, tuple[np.ndarray, np.ndarray]] = OrderedDict()
-        self._ahead: tuple[int, Future[tuple[np.ndarray, np.ndarray]]] | None = None
+        self._ahead: dict[int, Future[tuple[np.ndarray, np.ndarray]]] = {}  # at most one
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="blocks")
 
     def __len__(self) -> int:
@@ -98,25 +99,21 @@ class Blocks:
     def _get(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         if number not in self._kept:
             self._make_room()
-            reading = self._reading(number)
-            if self._ahead is not None and self._ahead[0] == number:
-                self._ahead = None
+            reading = self._ahead.pop(number, None) or self._read(number)
             self._kept[number] = reading.result()
         self._kept.move_to_end(number)
         return self._kept[number]
 
     def _begin(self, number: int) -> None:
         """Read a block ahead, unless it is cached, in place of the last block read ahead."""
-        if number not in self._kept:
-            reading = self._reading(number)
-            if self._ahead is not None and self._ahead[0] != number:
-                self._ahead[1].cancel()
-            self._ahead = number, reading
+        if number in self._kept or number in self._ahead:
+            return
+        reading = self._read(number)
+        for other in self._ahead.values():
+            other.cancel()
+        self._ahead = {number: reading}
 
-    def _reading(self, number: int) -> Future[tuple[np.ndarray, np.ndarray]]:
-        """Return the read of a block, which may have begun already."""
-        if self._ahead is not None and self._ahead[0] == number:
-            return self._ahead[1]
+    def _read(self, number: int) -> Future[tuple[np.ndarray, np.ndarray]]:
         begin = number * self._block
         end = min(begin + self._block, self._source.n)
         return self._thread.submit(self._source.load_stored, begin, end, self._dtype)
@@ -142,33 +139,23 @@ class Loader:
         source: The samples.
         order: Order of the samples, made for `source`.
         dtype: Dtype of the inputs and of real-valued targets.
-        depth: Number of batches that the thread makes ahead.
         augment: Random changes of the inputs; None for none.
 
-    Memory: `depth` + 1 batches, about 32 MB of blocks, and one block that is read ahead. Samples in
+    Memory: `DEPTH` + 1 batches, about 32 MB of blocks, and one block that is read ahead. Samples in
     memory need no thread: `take` copies them. Only one thread may call `submit` and `take`. Use the
     loader as a context manager, or call `close`. If it has a thread, Python switches between its
     threads every millisecond from then on.
-
-    Raises:
-        ValueError: If `order` was not made for `source`.
     """
 
     def __init__(
-        self, source: Source, order: Order, dtype: np.dtype | str, *, depth: int = 2,
-        augment: "Augment | None" = None,
-    ) -> None:  # fmt: skip
-        if order.n != source.n or source.in_memory != (order.block == 0) or depth < 1:
-            raise ValueError(
-                f"order of {order.n} samples with block {order.block} and {depth=} "
-                f"for a source of {source.n}, in_memory={source.in_memory}"
-            )
-        self._source, self._order, self._depth = source, order, depth
+        self, source: Source, order: Order, dtype: np.dtype | str, augment: "Augment | None" = None
+    ) -> None:
+        assert (order.n, order.block == 0) == (source.n, source.in_memory), "made for this source"
+        self._source, self._order = source, order
         self._dtype, self._augment = np.dtype(dtype), augment
         self._asked: deque[tuple[int, int, int]] = deque()
         self._begun: deque[Future[Batch]] = deque()
         self._places: deque[int] = deque(maxlen=3)  # positions of the last blocks that were begun
-        self._closed = False
         self.blocks: Blocks | None = None
         self._thread: ThreadPoolExecutor | None = None
         if not source.in_memory:
@@ -183,12 +170,7 @@ class Loader:
         return len(self._asked) + len(self._begun)
 
     def submit(self, epoch: int, begin: int, end: int) -> None:
-        """Request the samples at positions ``[begin, end)`` of `epoch`. Blocks: no.
-
-        Raises:
-            RuntimeError: If the loader is closed.
-        """
-        self._refuse_if_closed()
+        """Request the samples at positions ``[begin, end)`` of `epoch`. Blocks: no."""
         if self._source.ahead:
             self._source.ask(self._order.sample_ids(epoch, begin, end), epoch)
         self._asked.append((epoch, begin, end))
@@ -201,11 +183,10 @@ class Loader:
         Signal handlers run during the wait. If one raises, the batch can be taken later.
 
         Raises:
-            RuntimeError: If no batch was submitted, or the loader is closed.
+            RuntimeError: If no batch was submitted.
             UserError: If the samples are invalid, or the file cannot be read. The batch is lost,
                 and the next call returns the batch after it.
         """
-        self._refuse_if_closed()
         if not self.pending:
             raise RuntimeError("take() without a submit()")
         self._begin()
@@ -226,7 +207,6 @@ class Loader:
 
     def close(self) -> None:
         """End the thread, after its current read; batches that were not taken are lost."""
-        self._closed = True
         self._asked.clear()
         self._begun.clear()
         if self._thread is not None:
@@ -240,13 +220,9 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _refuse_if_closed(self) -> None:
-        if self._closed:
-            raise RuntimeError("the loader is closed")
-
     def _begin(self) -> None:
-        """Begin up to `depth` batches in the thread, or make one batch of samples in memory."""
-        while self._asked and len(self._begun) < (self._depth if self._thread else 1):
+        """Begin up to `DEPTH` batches in the thread, or make one batch of samples in memory."""
+        while self._asked and len(self._begun) < (DEPTH if self._thread else 1):
             request = self._asked.popleft()
             if self._thread is not None:
                 self._begun.append(self._thread.submit(self._make, *request))
@@ -301,7 +277,6 @@ class Augment:
 
     Raises:
         UserError: If `shape` is not that of an image, or a shift would leave no pixel.
-        UserError: If `shape` is not that of an image, or it has no pixel left.
     """
 
     def __init__(self, shape: tuple[int, ...], seed: int, flip: bool, shift: int) -> None:
@@ -322,7 +297,6 @@ class Augment:
 
         Returns:
             A new array of the shape and dtype of `x`.
-            A new array like `x`.
         """
         drawn = bits_of(ids, self._seed, epoch)
         out = np.zeros_like(x)
