@@ -11,15 +11,15 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39881
+TOTAL = 39842
 TESTS = 38300  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
     "checkpoint": 1512,
-    "codecs": 648,
+    "codecs": 643,
     "config": 1249,
-    "datasets": 2680,
+    "datasets": 2652,
     "errors.py": 60,
     "extras.py": 20,
     "failover": 866,
@@ -27,13 +27,13 @@ BUDGET = {
     "jax": 440,
     "kernels": 1953,
     "launch": 2309,
-    "layout": 428,
+    "layout": 427,
     "library": 1622,
     "lightning": 692,
     "mpi": 1809,
     "optim": 969,
     "planning": 2485,
-    "problems": 952,
+    "problems": 945,
     "ps": 2266,
     "rounds": 2391,
     "session": 1821,

@@ -144,8 +144,6 @@ class Codec(ABC):
         if message.size != expected or any(part.size != vector.size for part in state):
             got = f"{self.name}: {message.size} bytes for {vector.size} elements"
             raise ValueError(f"{got}, expected {expected} and a state of that length")
-        if len(state) not in (0, len(self.state)):
-            raise ValueError(f"{self.name}: {len(state)} states, expected {len(self.state)}")
 
 
 def bits_of(vector: np.ndarray) -> np.ndarray:

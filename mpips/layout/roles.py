@@ -200,9 +200,8 @@ def with_portions(
 def _divides(config: Config) -> bool:
     """Return whether a job makes rounds whose slices ranks of any role may own."""
     c = config
-    return (
-        c.mode in ROUND_MODES and c.in_rounds and c.reduce != "allreduce" and c.codec != "powersgd"
-    )
+    whole = c.reduce == "allreduce" or c.codec == "powersgd"
+    return c.mode in ROUND_MODES and c.in_rounds and not whole
 
 
 def streams(config: Config) -> bool:

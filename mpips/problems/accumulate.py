@@ -20,7 +20,7 @@ from mpips.errors import UserError
 from mpips.kernels.vectors import add_scaled
 from mpips.problems.base import Problem
 from mpips.problems.evaluation import Arrays, check_written, checked_loss, try_evaluation
-from mpips.problems.rows import Rows, row_gradient, uses_rows, wanted_rows
+from mpips.problems.rows import Rows, uses_rows, wanted_rows
 
 if TYPE_CHECKING:
     from mpips.datasets import Batch
@@ -81,6 +81,7 @@ def follow(problem: Problem | None, tasks: Tasks[T]) -> T:
     Returns:
         The result of `tasks`.
     """
+    computes: Any = problem
     by_rows = uses_rows(problem)
     while True:
         try:
@@ -89,11 +90,10 @@ def follow(problem: Problem | None, tasks: Tasks[T]) -> T:
             return end.value
         if task is None:
             continue
-        assert problem is not None, "a server computes no gradient"
         if by_rows:
-            task.loss = row_gradient(problem, task.params, task.rows, task.batch, task.out)
+            task.loss = computes.loss_and_grad_rows(task.params, task.rows, task.batch, task.out)
         else:
-            task.loss = problem.loss_and_grad(task.params, task.batch, task.out)
+            task.loss = computes.loss_and_grad(task.params, task.batch, task.out)
 
 
 class Accumulator:

@@ -129,14 +129,6 @@ def wanted_rows(problem: Any, batch: "Batch") -> Mapping[str, np.ndarray]:
     return find(batch) if callable(find) else {}
 
 
-def row_gradient(
-    problem: Problem, params: Arrays, rows: Rows | None, batch: "Batch", out: Arrays
-) -> float:
-    """Have a problem with tables compute the gradient of a batch."""
-    assert rows is not None, "modes without tables refuse it"
-    return cast("TableProblem", problem).loss_and_grad_rows(params, rows, batch, out)
-
-
 def evaluation(
     problem: Problem, params: Arrays, rows: RowReads | None
 ) -> Callable[["Batch"], Mapping[str, float]]:
