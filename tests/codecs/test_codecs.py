@@ -304,15 +304,6 @@ def test_a_damaged_message_and_an_unknown_name_are_refused() -> None:
 
 @every_codec
 @both_dtypes
-def test_zero_stays_zero(codec: Codec, dtype: str) -> None:
-    for n, zero in itertools.product([0, 1, 511, 513, 5000], [0.0, -0.0]):
-        state = codec.fresh_state(n, dtype)
-        assert not sent(codec, np.full(n, zero, dtype), state).any()
-        assert not any(part.any() for part in state)
-
-
-@every_codec
-@both_dtypes
 def test_what_is_not_finite_stays_visible(codec: Codec, dtype: str) -> None:
     for value, place in itertools.product([np.nan, np.inf, -np.inf], [0, 513, 2999]):
         x = normal(3000, dtype)

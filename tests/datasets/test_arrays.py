@@ -87,8 +87,6 @@ def valid_files(folder: Path) -> dict[str, str]:
     folder.mkdir()
     x, y = images(30), (np.arange(30) % 3).astype(np.uint8)
     write_idx(folder / "l-labels-idx1", y)
-    lines = "".join(f"{k % 2} 1:{k} 3:0.5\n" for k in range(30))
-    (folder / "t.svm.gz").write_bytes(gzip.compress(lines.encode()))
     np.save(folder / "y.npy", y)
     np.save(folder / "x.npy", x)
     zipped = {"compression": "gzip", "chunks": (8, 4, 3)}
@@ -99,17 +97,16 @@ def valid_files(folder: Path) -> dict[str, str]:
         "npy": f"{folder}/x.npy,{folder}/y.npy",
         "idx": str(write_idx(folder / "l-images-idx3", x)),
         "idx.gz": str(write_idx(folder / "l-images-idx3.gz", x)),
-        "svm.gz": f"{folder}/t.svm.gz",
     }
 
 
-@pytest.mark.parametrize("kind", ["h5", "gzipped h5", "npz", "npy", "idx", "idx.gz", "svm.gz"])
+@pytest.mark.parametrize("kind", ["h5", "gzipped h5", "npz", "npy", "idx", "idx.gz"])
 def test_damaged_files_raise_nothing_but_user_errors(tmp_path: Path, kind: str) -> None:
     name = valid_files(tmp_path / "f")[kind]
     assert opened(name).info.n_train == 24
     path, chance = Path(name.partition(",")[0]), random.Random(kind)
     whole = path.read_bytes()
-    for size in sorted({1, 3, 7, 20, len(whole) // 2, len(whole) - 1}):
+    for size in sorted({0, 1, 3, 7, 20, len(whole) // 2, len(whole) - 1}):
         path.write_bytes(whole[:size])
         assert str(path) in refused(name), (kind, size)
     for _ in range(60):
@@ -207,14 +204,11 @@ HDF5: list[Case] = [
     ("of one stored outside", h5(stored_outside("y"), virtual("x", ".", "y")), STORED),
     ("references", h5(made("x", (8,), h5py.ref_dtype, lambda f: f["good/x"].ref)), "holds"),
     ("text", h5(made("x", (8,), h5py.string_dtype(), lambda _: "7")), "holds text"),
-    ("records", h5(made("x", (8,), [("a", "f8")])), "holds"),
     ("a group in place of an array", h5(names="::good,y"), "is missing"),
-    ("a path through an array", h5(names="::x/x,y"), "is missing"),
     ("a name that is nearly right", h5(names="::good/xx,y"), "of its arrays: good/x, .*'good/x'"),
     *(("names", h5(names=f"::{n}"), "two, separated by a comma") for n in ("x", "x,", "a,b,c")),
     ("a scale that is not a number", h5(scaled(np.nan)), "one finite number"),
     ("a scale that is text", h5(scaled("__import__('os').system('true')")), "one finite number"),
-    ("a scale of lists", h5(scaled(np.ones(3))), "one finite number"),
     ("samples of a petabyte", h5(made("x", (8, 1 << 47))), "cannot be read|too large"),
     ("samples without end", h5(made("x", (1 << 40, 2)), made("y", (1 << 40,), "i4")), "one label"),
     ("empty space", h5(put("x", lambda _: h5py.Empty("f8"))), "expected"),
@@ -284,16 +278,8 @@ PICKLE = npy(np.array([Runs()]), allow_pickle=True)
 HEADERS: list[tuple[str, bytes, str]] = [
     ("a pickle", PICKLE, "holds objects"),
     ("a type of objects", npy_header(descr="O"), "holds objects"),
-    ("records of objects", npy_header(descr=[("a", "O")]), "holds objects"),
-    ("an expression", npy_header("{'descr': '<f8', 'shape': 2 ** 99, 'fortran_order': 1}"), "read"),
     ("brackets without end", npy_header("(" * 9000), NOT_READ),
-    ("a header of 60 KB", npy_header(" " * 60_000), NOT_READ),
     ("a shape of petabytes", npy_header(shape=(1 << 47,)), NOT_READ),
-    ("a shape whose product is 0", npy_header(shape=(1 << 40, 0)), "at least one sample|read"),
-    ("a shape below 0", npy_header(shape=(-2,)), "expected"),
-    ("a shape of text", npy_header(shape="ab"), NOT_READ),
-    ("a type that is none", npy_header(descr="os.system"), NOT_READ),
-    ("a type of a gigabyte", npy_header(descr="V1000000000"), NOT_READ),
     ("another version", npy_header(version=b"\x09\x09"), NOT_READ),
 ]
 NUMPY: list[Case] = [

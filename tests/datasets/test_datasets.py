@@ -33,6 +33,12 @@ def refused(dataset: Any, **fields: Any) -> str:
     return str(caught.value)
 
 
+def fails(dataset: Any, words: str) -> None:
+    """Assert that data can be opened, and that `words` are said as it is read."""
+    with opened(dataset, test_fraction=0) as data, pytest.raises(UserError, match=words):
+        everything(data.train)
+
+
 def everything(source: Any, dtype: str = "float32") -> tuple[np.ndarray, np.ndarray]:
     batches = list(iterate(source, 0, source.n, 7, dtype))
     return np.concatenate([b.x for b in batches]), np.concatenate([b.y for b in batches])
@@ -359,14 +365,3 @@ def test_names_that_are_refused(tmp_path: Path, name: str, words: str) -> None:
     for good in (f"{tmp_path}/x.npy,{tmp_path}/y.npy", f"{tmp_path}/a.npz::inputs,targets"):
         info = opened(good).info
         assert (info.classes, info.n_train, info.x_shape) == (10, 8, (4, 3))
-
-
-@pytest.mark.parametrize("name", ["a.h5", "a.npz", "a.npy,b.npy", "a.svm", "train-images", "a.gz"])
-def test_files_of_another_format(tmp_path: Path, name: str) -> None:
-    paths = [tmp_path / part for part in name.split(",")]
-    for content in (b"", b"hello, this is text\n" * 40, b"\x00\x01\x02\x03" * 9):
-        for path in paths:
-            path.write_bytes(content)
-        text = refused(",".join(map(str, paths)))
-        assert str(paths[0]) in text
-        assert content or "is empty" in text

@@ -160,16 +160,6 @@ def test_a_wrong_folder_is_named_at_the_start(tmp_path: Path) -> None:
     assert "cat/0.png: an image of 5x6x3, expected 4x6x3 as the others" in refused(folder)
 
 
-@pytest.mark.parametrize("kind", ["jpeg", "png"])
-def test_a_truncated_image_is_named_when_it_is_read(tmp_path: Path, kind: str) -> None:
-    folder = photos(tmp_path / "photos", shape=(40, 60, 3))
-    data = encoded(pixels(2, 7, (40, 60, 3)), kind)
-    (folder / SEVEN).write_bytes(data[: len(data) // 2])
-    words = r"cat/7\.png cannot be read \(.*\), expected a whole im"
-    with opened(folder, test_fraction=0) as found, pytest.raises(UserError, match=words):
-        everything(found.train)
-
-
 def test_a_pipe_is_no_picture(tmp_path: Path) -> None:
     """Who opens one waits for whoever writes; the folder has another one when it is read."""
     folder, words = photos(tmp_path / "photos"), "is a pipe or a device, expected a file"

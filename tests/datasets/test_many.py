@@ -163,19 +163,6 @@ def test_one_bad_file_is_named_at_the_start(tmp_path: Path, how: str) -> None:
     assert re.search(f"{tmp_path}/3.h5.*{SPOILED[how]}", refused(name))
 
 
-def test_a_number_that_is_not_finite_is_named(tmp_path: Path) -> None:
-    """When it is read, or at the start where it is in memory."""
-    x, y = parts()[3]
-    x[9, 1] = np.inf
-    told = r"array 'x', sample 9, element \(1,\) is inf in float32"
-    names = [write_many(tmp_path, kind) for kind in ("h5", "npz")]
-    write_h5(tmp_path / "3.h5", x, y)
-    write_npz(tmp_path / "3.npz", x, y)
-    with opened(names[0], test_fraction=0) as data, pytest.raises(UserError, match=told):
-        everything(data.train)
-    assert re.search(f"{tmp_path}/3.npz: {told}", refused(names[1]))
-
-
 def test_a_file_that_changes_while_the_job_runs(tmp_path: Path) -> None:
     for change, told in (
         (spoil, r"array 'y' is of shape \(12,\), float32, expected \(12,\), int64, as it was"),

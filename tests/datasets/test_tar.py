@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hostile import Case, Outside, attack, outside
 from test_arrays import PICKLE, npy, npy_header
-from test_datasets import X, config, everything, opened, refused, told
+from test_datasets import X, config, everything, fails, opened, refused, told
 from test_images import POSTSCRIPT, encoded, pixels
 
 from mpips.datasets import Counted, count_file, find_many, index, open_parts, tar
@@ -119,9 +119,7 @@ def test_another_shape_or_kind_is_named_when_it_is_read(tmp_path: Path, how: str
         name = f"{k}.{'npy' if how in ('array', 'kind') else 'png'}"
         return [(name, odd if k == 8 else first), (f"{k}.cls", b"%d" % (k % 2))]
 
-    wrong = pytest.raises(UserError, match=rf"{tmp_path}/2\.tar, sample 2:? {words}")
-    with opened(shards(tmp_path, make), test_fraction=0) as data, wrong:
-        everything(data.train)
+    fails(shards(tmp_path, make), rf"{tmp_path}/2\.tar, sample 2:? {words}")
 
 
 def test_places_are_kept_beside_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,15 +28,6 @@ SIZES = [0, 1, 3, 15, 16, 17, 63, 64, 65, 2047, 2048, 2049, 6151]
 SPECIALS = [np.nan, np.inf, -np.inf]
 every_size = pytest.mark.parametrize(("n", "dtype"), [*itertools.product(SIZES, DTYPES)])
 
-STEPS = ["sgd", "momentum", "nesterov", "adagrad", "rmsprop", "adam", "slow_momentum", "elastic"]
-LOOP = {name: dense(getattr(update_rules, name)) for name in STEPS}
-LOOP |= {name: getattr(vectors, name) for name in ("compensate", "compensate_adaptive")}
-UPDATES = {  # vectors of state, and numbers, that each takes
-    "sgd": (0, 2), "momentum": (1, 3), "nesterov": (1, 3), "adagrad": (1, 3), "rmsprop": (1, 5),
-    "adam": (2, 9), "slow_momentum": (1, 5), "elastic": (1, 1), "compensate": (2, 1),
-    "compensate_adaptive": (3, 4),
-}  # fmt: skip
-
 
 def sample(n, dtype, seed=0):
     return np.random.default_rng(seed).standard_normal(n).astype(dtype)
@@ -296,35 +287,38 @@ def test_what_loops_refuse():
         assert (out == 5).all()
 
 
-@pytest.mark.parametrize("name", UPDATES)
-def test_update_refuses_vectors_of_other_lengths(name):
-    slots, scalars = UPDATES[name]
-    for wrong in range(2 + slots):
-        vectors = [np.ones(9 if k == wrong else 8) for k in range(2 + slots)]
-        with pytest.raises(ValueError, match="one length"):
-            LOOP[name](*vectors, *[0.5] * scalars)
-        assert all((v == 1).all() for v in vectors)
-
-
-def arguments(name):
-    """Return what a loop takes, in single precision."""
-    x, y, numbers = np.ones(8, "f4"), np.ones(8, "f4"), np.zeros(1, np.int64)
-    if name in UPDATES:
-        slots, scalars = UPDATES[name]
-        return [np.ones(8, "f4") for _ in range(2 + slots)] + [0.5] * scalars
-    return {
-        "sum_rows": [numbers, np.zeros(1), 0, x],
-        "sum_squares": [x],
-        "copy_finite": [x, y],
-        "take_rows": [np.zeros((2, 8), np.uint8), numbers, numbers, 0.5, x.reshape(1, 8)],
-    }[name]
-
-
 @pytest.mark.parametrize(
-    "name", ["sum_rows", "sum_squares", "copy_finite", "take_rows", "sgd", "adagrad", "adam"]
+    ("loop", "count", "numbers"),
+    [
+        (vectors.compensate, 4, 1),
+        (vectors.compensate_adaptive, 5, 4),
+        *((dense(getattr(update_rules, k)), n, m) for k, n, m in (("sgd", 2, 2), ("adam", 4, 9))),
+    ],
 )
+def test_vectors_of_other_lengths_are_refused(loop, count, numbers):
+    for wrong in range(count):
+        given = [np.ones(9 if k == wrong else 8) for k in range(count)]
+        with pytest.raises(ValueError, match="one length"):
+            loop(*given, *[0.5] * numbers)
+        assert all((v == 1).all() for v in given)
+
+
+SINGLE, WORD = np.ones(8, "f4"), np.zeros(1, np.int64)
+VECTORISED = {  # what loops take, in single precision
+    "sum_rows": [WORD, np.zeros(1), 0, SINGLE],
+    "sum_squares": [SINGLE],
+    "copy_finite": [SINGLE] * 2,
+    "take_rows": [np.zeros((2, 8), np.uint8), WORD, WORD, 0.5, SINGLE.reshape(1, 8)],
+    "sgd": [SINGLE] * 2 + [0.5] * 2,
+    "adagrad": [SINGLE] * 3 + [0.5] * 3,
+    "adam": [SINGLE] * 4 + [0.5] * 9,
+}
+
+
+@pytest.mark.parametrize("name", VECTORISED)
 def test_loop_is_vectorised_and_stays_in_float32(name):
-    code = llvm(LOOP.get(name) or getattr(vectors, name), *arguments(name))
+    step = getattr(update_rules, name, None)
+    code = llvm(dense(step) if step else getattr(vectors, name), *VECTORISED[name])
     assert re.search(r"(load|store) <[^>\n]*\d+ x float>", code)
     if name != "sum_squares":
         assert not re.search(r"fpext <[^>\n]*\d+ x float>", code)
@@ -371,13 +365,14 @@ def test_a_second_process_compiles_nothing_and_needs_no_compiler():
         assert run_python(CACHE_CHECK) == "False"
 
 
-@pytest.mark.parametrize("form", ["FACTOR", "module.FACTOR"])
+@pytest.mark.parametrize("form", ["FACTOR", "module.FACTOR", "PAIR[1]"])
 def test_machine_code_depends_on_the_constants_that_a_loop_names(form):
     text = f"def loop(x: Vector) -> None:\n    x[0] = {form} * x[0]\n"
     for factor in (2.0, 3.0):
         module = ModuleType("module")
         module.FACTOR = factor
-        times, x = loop_of("times", text, FACTOR=factor, module=module), np.ones(1)
+        names, x = {"FACTOR": factor, "module": module, "PAIR": (1.0, factor)}, np.ones(1)
+        times = loop_of("times", text, **names)
         times(x)
         assert x[0] == factor
 

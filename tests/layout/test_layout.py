@@ -62,11 +62,6 @@ def test_shards_tile_the_vector_on_cache_lines(n: int, parts: int, itemsize: int
     assert bool(sizes[0]) == bool(n)
 
 
-def test_more_shards_than_cache_lines() -> None:
-    assert cut(40, 5, 8) == [Shard(8 * k, 8 * k + 8) for k in range(5)]
-    assert cut(17, 4, 4) == [Shard(0, 16), Shard(16, 17), Shard(17, 17), Shard(17, 17)]
-
-
 def test_shards_are_cut_between_arrays() -> None:
     edges = [0, 10, 11, 60, 100, 200, 1000]
     for parts in range(1, 9):

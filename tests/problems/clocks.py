@@ -1,10 +1,9 @@
 """A problem whose parameters show which updates a read holds, and which checks it.
 
 Every line of ``clocks`` has a place for each training sample, and sgd with rate 1 adds 1 to that of
-a batch of one sample in every line, so that each shard shows what was applied to it. Samples are
-assigned in their order (``--no-shuffle --epochs 1``), so their numbers are those of the batches.
-``--hidden R,W,SLOW`` gives R lines in a job of W workers, and makes rank SLOW slow, if it is one.
-Of `ClockRows` a table has a row for each sample, which shows the same of each server's rows.
+a batch of one sample in every line, so that each shard shows what was applied to it. Samples come
+in their order (``--no-shuffle --epochs 1``). ``--hidden R,W,SLOW`` gives R lines in a job of W
+workers, and makes rank SLOW slow, if it is one.
 """
 
 import time

@@ -27,19 +27,24 @@ from mpips.problems.evaluation import (
 )
 
 LAYOUT = Layout.of({"w": (2, 3), "b": (2,)})
-AUC: dict[bool, dict[str, float]] = {False: {}, True: {"auc": 0.5}}
 Write = Callable[[Mapping[str, np.ndarray]], Any]
+
+
+def job_of(problem: Any, samples: int, target: float = 0.0, size: int = 1) -> Any:
+    """Return a job of three workers, ranks 1 to 3, with held-out samples x = 0, 1, 2, ..."""
+    x = np.arange(samples, dtype="f8")
+    test = SimpleNamespace(load=lambda begin, end, dtype: (x[begin:end], x[begin:end]))
+    return SimpleNamespace(
+        problem=problem, layout=LAYOUT, info=SimpleNamespace(n_test=samples),
+        config=SimpleNamespace(target_accuracy=target, batch_size=size),
+        dataset=SimpleNamespace(test=test), dtype=np.dtype("f8"), delay=1.0, rows=None,
+        cluster=SimpleNamespace(roles=SimpleNamespace(workers=(1, 2, 3))),
+    )  # fmt: skip
 
 
 def first_loss(problem: Any, n_test: int = 0, target: float = 0.0, size: int = 1) -> float:
     """Have a problem compute the first gradient of a worker; return its loss."""
-    held_out = SimpleNamespace(load=lambda begin, end, dtype: (np.arange(begin, end), None))
-    job: Any = SimpleNamespace(
-        problem=problem, layout=LAYOUT, info=SimpleNamespace(n_test=n_test),
-        config=SimpleNamespace(target_accuracy=target, batch_size=size),
-        dataset=SimpleNamespace(test=held_out), dtype=np.dtype("f4"), delay=1.0, rows=None,
-    )  # fmt: skip
-    flat = np.zeros(LAYOUT.size, "f4")
+    job, flat = job_of(problem, n_test, target, size), np.zeros(LAYOUT.size)
     tasks = Accumulator(job).gradient({}, [range(size)], size, dict(LAYOUT.views(flat)), flat)
     return follow(problem, tasks)
 
@@ -103,26 +108,14 @@ def test_losses_and_metrics_are_numbers_with_a_loss_among_them() -> None:
     assert checked_metrics({"loss": np.float32(0.5), "accuracy": 1}) == {"loss": 0.5, "accuracy": 1}
 
 
-def job_of(samples: int, evaluate: Callable[[Any, Any], dict[str, float]]) -> Any:
-    """Return a job of three workers, ranks 1 to 3, with held-out samples x = 0, 1, 2, ..."""
-    x = np.arange(samples, dtype="f8")
-    test = SimpleNamespace(load=lambda begin, end, dtype: (x[begin:end], x[begin:end]))
-    return SimpleNamespace(
-        dataset=SimpleNamespace(test=test), dtype=np.dtype("f8"),
-        problem=SimpleNamespace(evaluate=evaluate), info=SimpleNamespace(n_test=samples),
-        cluster=SimpleNamespace(roles=SimpleNamespace(workers=(1, 2, 3))), rows=None,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("samples", [1, 2, 5, 4000])
 def test_parts_make_the_mean_of_all_samples(samples: int) -> None:
     """A part without samples says nothing: its metrics cannot be known."""
 
     def evaluate(params: Any, batch: Any) -> dict[str, float]:
-        assert len(batch)
         return {"loss": float(batch.x.mean()), "accuracy": 0.5}
 
-    job = job_of(samples, evaluate)
+    job = job_of(SimpleNamespace(evaluate=evaluate), samples)
     parts = [evaluation.evaluate(job, {}, *share(samples, k, 3)) for k in range(3)]
     means = mean_evaluation(job, [*parts])
     assert means == {"loss": pytest.approx((samples - 1) / 2), "accuracy": 0.5}
@@ -131,14 +124,18 @@ def test_parts_make_the_mean_of_all_samples(samples: int) -> None:
 
 def test_a_metric_of_some_batches_is_named() -> None:
     """Else its mean would be over fewer samples than one thinks."""
-    job = job_of(4000, lambda params, batch: {"loss": 1.0, **AUC[batch.x[0] < 2000]})
+
+    def evaluate(params: Any, batch: Any) -> dict[str, float]:
+        return {"loss": 1.0, **({"auc": 0.5} if batch.x[0] < 2000 else {})}
+
+    job = job_of(SimpleNamespace(evaluate=evaluate), 4000)
     message = "gave 'auc' at held-out samples 0, 1024 and not at held-out samples 2048, 3072, exp"
     with pytest.raises(UserError, match=message):
         evaluation.evaluate(job, {}, 0, 4000)
 
 
 def test_a_metric_of_some_ranks_is_named() -> None:
-    job, whole = job_of(10, lambda params, batch: {}), {"loss": 1.0, "accuracy": 2.0}
+    job, whole = job_of(None, 10), {"loss": 1.0, "accuracy": 2.0}
     with pytest.raises(UserError, match="gave 'accuracy' at rank 2 and not at rank 3, expected"):
         mean_evaluation(job, [None, whole, {"loss": 2.0}])
     job.cluster.roles.workers = tuple(range(30))
