@@ -30,7 +30,7 @@ from mpips.transport.channel import Receiver
 from mpips.transport.push import FACTOR, HEADER_WORDS, VERSION
 from mpips.transport.remote_reads import BEGUN, COMMITTED
 
-AT_ONCE = 64  # most pushes that one call applies
+AT_ONCE = 256  # most pushes that one call applies
 FEW = 8  # the same, if the learning rate is a function of the user's program, which may be slow
 # Arguments of `mpips.kernels.atomics.find_ahead`, without `first`.
 Ahead = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
