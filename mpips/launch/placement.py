@@ -11,6 +11,7 @@ from typing import Any
 from mpips.config import OPTIONS, Config
 from mpips.errors import counted
 from mpips.launch.hosts import Host, placed
+from mpips.launch.order import Order
 from mpips.launch.remote_execution import Question, RemoteExecution
 from mpips.launch.watch import Rank
 from mpips.layout.roles import Roles, assign, default_servers, matching, training
@@ -25,27 +26,20 @@ class Placement:
     """Hosts of a job, and their choice for each attempt.
 
     Args:
-        hosts: All hosts, with the largest number of ranks of each.
-        ranks: Number of ranks of the job, if no host is missing.
-        least: Smallest number of ranks with which the job continues.
+        order: The job, with its hosts.
         remote: Runs commands on the hosts.
-        again: Returns the current hosts; None if they never change.
-        grows: Whether the job uses all ranks of the hosts that `again` returns.
 
     Attributes:
-        hosts: All hosts.
+        hosts: All hosts, with the largest number of ranks of each.
         wanted: Number of ranks that the job should have.
         used: Hosts of the next or the current attempt, with the ranks of each.
         trouble: Reason why a host cannot be used, by name.
         remote: Runs commands on the hosts.
     """
 
-    def __init__(
-        self, hosts: Sequence[Host], ranks: int, least: int, remote: RemoteExecution,
-        again: Callable[[], Sequence[Host]] | None = None, grows: bool = False,
-    ) -> None:  # fmt: skip
-        self._again, self._grows = again, grows
-        self.hosts, self.wanted, self._least, self.remote = hosts, ranks, least, remote
+    def __init__(self, order: Order, remote: RemoteExecution) -> None:
+        self._order, self.remote = order, remote
+        self.hosts, self.wanted = order.hosts, order.ranks
         self.used: list[Host] = []
         self.trouble: dict[str, str] = {}
         self._silent: dict[str, int] = {}
@@ -83,9 +77,9 @@ class Placement:
             self._silent[name] = 0  # a later attempt tries it again
         usable = [host for host in self.hosts if host.name not in self.trouble]
         self.used = placed(usable, self.wanted)
-        if self.ranks >= self._least:
+        if self.ranks >= self._order.least:
             return ""
-        room = f"hosts for {counted(self.ranks, 'rank')}, of {self._least}"
+        room = f"hosts for {counted(self.ranks, 'rank')}, of {self._order.least}"
         return f"{room} at least: {self.left_out}"
 
     @property
@@ -125,9 +119,9 @@ class Placement:
 
     def find_again(self) -> None:
         """Read the current hosts, if they can change."""
-        if self._again is not None:
-            self.hosts = self._again()
-            if self._grows:
+        if self._order.again is not None:
+            self.hosts = self._order.again()
+            if self._order.grows:
                 self.wanted = sum(host.ranks for host in self.hosts)
 
     def ranks_with(self, names: Collection[str]) -> int:

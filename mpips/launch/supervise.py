@@ -57,8 +57,7 @@ def supervise(order: Order) -> int:
         if order.hosts:
             remote = RemoteExecution(order.remote, order.slurm, Path(folder.name), order.hosts)
             stack.enter_context(contextlib.closing(remote))
-            known = order.hosts, order.ranks, order.least
-            placement = Placement(*known, remote, order.again, order.grows)
+            placement = Placement(order, remote)
         return Supervisor(order, Path(folder.name), placement).run()
 
 

@@ -21,6 +21,7 @@ from mpips.launch import __main__ as command
 from mpips.launch import heartbeat, placement, remote_execution
 from mpips.launch.heartbeat import Terms
 from mpips.launch.hosts import Host, find_hosts
+from mpips.launch.order import Order
 from mpips.launch.placement import Placement
 from mpips.launch.remote_execution import RemoteExecution
 from mpips.launch.returned import HostReturn, find_again
@@ -191,11 +192,10 @@ class Answers:
         return self.ask()
 
 
-def place_on(
-    there: Answers, hosts: Sequence[Host] = ALL, ranks: int = 4, least: int = 1, *more: Any
-) -> Placement:
+def place_on(there: Answers, hosts: Sequence[Host] = ALL, ranks: int = 4, **more: Any) -> Placement:
     """Return the hosts of a job that are chosen for its first attempt."""
-    place = Placement(hosts, ranks, least, there, *more)  # type: ignore[arg-type]
+    order = Order(ranks, [], hosts=hosts, **more)
+    place = Placement(order, there)  # type: ignore[arg-type]
     assert place.choose(never) == ""
     return place
 
@@ -324,7 +324,7 @@ def test_hosts_that_are_new(tmp_path: Path) -> None:
     file.write_text("a:2\n")
     known = find_hosts(str(file), None)
     again = partial(find_again, str(file), None, known)
-    grows, keeps = (place_on(Answers(), known, 2, 1, again, grow) for grow in (True, False))
+    grows, keeps = (place_on(Answers(), known, 2, again=again, grows=k) for k in (True, False))
     assert grows.used == keeps.used == ALL[:1]
     file.write_text("a:2\nb:2\n")
     assert found_back(grows, range(100, 135, 5)) == [["b"]]
