@@ -252,13 +252,12 @@ def run_of(summary: Mapping[str, Any], config: Config, samples_per_s: float | No
         UserError: If the summary is not of a finished run.
     """
     try:
-        ranks = {rank: (k, node["host"]) for k, node in enumerate(summary["nodes"])
-                 for rank in node["ranks"]}  # fmt: skip
-        ranks = {rank: ranks[rank] for rank in sorted(ranks)}
+        nodes = enumerate(summary["nodes"])
+        ranks = sorted((rank, k, node["host"]) for k, node in nodes for rank in node["ranks"])
         rate = samples_per_s or summary["samples_per_s"]
         servers = summary["per_server"] if summary["servers"] else []
         return Run(
-            tuple(host for _, host in ranks.values()), tuple(node for node, _ in ranks.values()),
+            tuple(host for _, _, host in ranks), tuple(node for _, node, _ in ranks),
             tuple(server["rank"] for server in servers), summary["parameters"],
             round(summary["samples"] / summary["epochs"]), summary["workers"],
             summary["workers"] * config.batch_size / rate,

@@ -176,7 +176,7 @@ def predict(config: Config, hosts: Sequence[str], node_of: Sequence[int],
         config = assumed(config, topology)
     case = case_of(config, topology)
     work = work_of(config, case, speeds)
-    units = -(-facts.simulated // max(1, case.every)) if facts.simulated else 0
+    units = -(-facts.simulated // case.every) if facts.simulated else 0
     found = simulate(work, units)
     batches = batches_of(config, case, facts.measured.n_train)
     nodes, ranks = case.nodes, len(node_of) + config.evaluators
@@ -206,10 +206,9 @@ def work_of(config: Config, case: Case, speeds: Speeds) -> Work:
 
 def batches_of(config: Config, case: Case, samples: int) -> int:
     """Return the number of batches of each worker in the whole job."""
-    every = max(1, case.every)
     taken = len(case.roles.workers) - config.backup_workers
     units = config.steps or config.epochs * math.ceil(samples / (config.unit_size * taken))
-    return units * every
+    return units * case.every
 
 
 def hazards_of(config: Config, case: Case, facts: Facts) -> Hazards:

@@ -74,7 +74,7 @@ def reading_s(work: Work) -> float:
 
 
 def _rounds(work: Work, units: int) -> Simulated:
-    compute = work.speeds.compute_s(work.workers, units, max(1, work.case.every), work.seed)
+    compute = work.speeds.compute_s(work.workers, units, work.case.every, work.seed)
     exchange, reading = exchange_s(work), reading_s(work)
     if work.backup:
         rounds, dropped = _with_backups(compute, work.backup, exchange)
@@ -213,7 +213,7 @@ class _Arrays:
         a bound on clocks or with prefetching, it reads them at another time; then the seconds
         between steps count as computing.
         """
-        work, batches = self.work, max(1, self.work.case.every)
+        work, batches = self.work, self.work.case.every
         speeds, pause_s = work.speeds, batches * work.speeds.between_s
         if work.bound is not None or work.case.prefetch:
             pause_s = 0.0
@@ -242,7 +242,7 @@ class _Arrays:
         found[:, [sim.HEAD, sim.TAIL]] = -1
         found[:, sim.DELAY] = speeds.latency_s
         for row, lane, pipe in zip(found, self.lanes, self.pipe_of, strict=False):
-            own, every = len(lane.nodes), max(1, case.every)
+            own, every = len(lane.nodes), case.every
             pull = lane.nbytes * case.params + lane.share * every * case.rows.params
             push = lane.nbytes * case.grads + lane.share * every * case.rows.grads
             applied = lane.largest + every * case.rows.grads / sum(case.row_shares)
@@ -251,7 +251,7 @@ class _Arrays:
             row[[sim.PUSH_OUT, sim.PUSH_IN]] = np.array([1, 1 / own]) * push / speeds.link
             row[sim.APPLY] = applied / speeds.apply + lane.largest / work.unpack
         store = found[-1]
-        nbytes = speeds.batch_bytes * max(1, work.case.every)
+        nbytes = speeds.batch_bytes * work.case.every
         store[sim.AT], store[sim.PULL_OUT] = len(self.pipes) - 1, nbytes / speeds.storage
         store[sim.PULL_IN] = nbytes / speeds.link
         return found
@@ -273,15 +273,6 @@ class _Arrays:
         found[:, sim.MISSING] = found[:, sim.MISSING + 1] = needed
         return found
 
-    def run(self) -> int:
-        """Run the simulation, and return the number of events."""
-        return int(
-            run_events(
-                self.events, self.numbers, self.workers, self.at_lanes, self.parts, self.pipes,
-                self.times, self.tally,
-            )
-        )  # fmt: skip
-
     def shares(self, seconds: float) -> np.ndarray:
         """Return the shares of the time in which nodes send and receive, shape (nodes, 2)."""
         found = np.zeros((self.work.case.nodes, 2))
@@ -295,7 +286,10 @@ class _Arrays:
 
 def _served(work: Work, units: int) -> Simulated:
     arrays = _Arrays(work, units)
-    events = arrays.run()
+    events = run_events(
+        arrays.events, arrays.numbers, arrays.workers, arrays.at_lanes, arrays.parts, arrays.pipes,
+        arrays.times, arrays.tally,
+    )  # fmt: skip
     n, at, end = arrays.numbers, arrays.events[0], arrays.events[0, sim.END_AT]
     measured = int(n[sim.LAST] - n[sim.WARM])
     unit_s = work.workers * float(at[sim.LAST_AT] - at[sim.WARM_AT]) / measured
@@ -305,8 +299,8 @@ def _served(work: Work, units: int) -> Simulated:
     names = ("compute", "pull", "push", "wait")
     counts = arrays.tally[: sim.BINS]
     return Simulated(
-        step_s=unit_s / max(1, work.case.every),
-        steps=arrays.batches * max(1, work.case.every), events=events,
+        step_s=unit_s / work.case.every,
+        steps=arrays.batches * work.case.every, events=int(events),
         parts={k: float(v) for k, v in zip(names, times / max(times.sum(), 1e-300), strict=True)},
         staleness=np.trim_zeros(counts, "b").copy() if counts.any() else counts[:1].copy(),
         links=grouped(work, arrays.shares(end)) if work.case.nodes > 1 else (),
