@@ -79,7 +79,7 @@ def gather_facts() -> Facts:
         cores=frozenset(os.sched_getaffinity(0)),
         online=os.cpu_count() or 1,
         quota=quota(groups("cpu")),
-        memory=min(installed_bytes(), memory_limit(groups("memory"))),
+        memory=memory_bytes(),
         shared_total=shared.f_blocks * shared.f_frsize if shared else 0,
         stale=sum(segments.left_over().values()),
         large_page=shared_page(),
@@ -137,6 +137,11 @@ def quota(of: list[Path]) -> float:
         if all(word.isdigit() for word in words) and int(words[1]):
             quotas.append(int(words[0]) / int(words[1]))
     return min(quotas)
+
+
+def memory_bytes() -> float:
+    """Return the memory of this host, or of this process's control group if that is less."""
+    return min(installed_bytes(), memory_limit(groups("memory")))
 
 
 def memory_limit(of: list[Path]) -> float:

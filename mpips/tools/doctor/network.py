@@ -1,12 +1,12 @@
 """Judgement of windows, remote reads, links and clocks."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from mpips.errors import human_bytes
-from mpips.tools.doctor.facts import SHARED_MEMORY, Facts
+from mpips.mpi.segments import SHARED_MEMORY
 from mpips.tools.doctor.report import Finding, fail, ok, per_host, warn, warn_if
 
 SLOW_MAKING_S = 2.0
@@ -24,16 +24,18 @@ SKEW_S = 1.0
 
 
 class Need(NamedTuple):
-    """Size of the windows of a host's ranks, and free shared memory.
+    """Size of the windows of a host's ranks, and the memory for them.
 
     Attributes:
         needed: Bytes of the windows of an asynchronous run with Adam.
         free: Free bytes of shared memory.
+        limit: Bytes of memory of the host, or of its control group, which include shared memory.
         memory: Error, if the model is too large for the host's memory; else empty.
     """
 
     needed: int
     free: int
+    limit: float
     memory: str
 
 
@@ -42,28 +44,22 @@ def judge_needs(needs: Mapping[str, Need], parameters: int) -> list[Finding]:
     return per_host(needs, lambda need: _judge_need(need, parameters))
 
 
-def _judge_need(need: Need, parameters: int) -> Finding:
+def _judge_need(need: Need, parameters: int) -> Iterator[Finding]:
     free, needed = (human_bytes(size) for size in (need.free, need.needed))
     figures = {"free_bytes": float(need.free), "needed_bytes": float(need.needed)}
-    text = f"{free} free in {SHARED_MEMORY}, windows for {parameters:,} parameters take {needed}"
     if need.memory:
         remedy = "use a smaller model, or more nodes with fewer ranks each"
-        return fail("memory", need.memory, remedy, **figures)
+        yield fail("memory", need.memory, remedy, **figures)
+        return
+    text = f"{free} free in {SHARED_MEMORY}, windows for {parameters:,} parameters take {needed}"
     if need.free < need.needed:
         remedy = "enlarge it (docker: --shm-size, or mount -o remount,size=), use more nodes, or "
-        return fail("memory", text, f"{remedy}--window private", **figures)
-    return ok("memory", text, **figures)
-
-
-def judge_quota(facts: Sequence[Facts], needs: Mapping[str, Need]) -> list[Finding]:
-    """Judge the memory limit of each host's control group, which includes shared memory."""
-    findings = []
-    for host, limit in {f.host: f.memory for f in facts}.items():
-        if limit < needs[host].needed and not needs[host].memory:
-            text = f"{host}: {human_bytes(limit)} of memory, for windows of "
-            remedy = "ask for more memory (--mem, docker --memory)"
-            findings.append(fail("memory", text + human_bytes(needs[host].needed), remedy))
-    return findings
+        yield fail("memory", text, f"{remedy}--window private", **figures)
+    else:
+        yield ok("memory", text, **figures)
+    if need.limit < need.needed:
+        text = f"{human_bytes(need.limit)} of memory, for windows of {needed}"
+        yield fail("memory", text, "ask for more memory (--mem, docker --memory)")
 
 
 def judge_window(ranks: Sequence[tuple[Sequence[int], float]]) -> Finding:

@@ -6,7 +6,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from mpips.checkpoint.files import PIECE_BYTES
@@ -24,31 +23,6 @@ LOCAL = ("tmpfs", "ramfs")
 OCTAL = re.compile(r"\\([0-7]{3})")
 
 
-@dataclass(frozen=True)
-class Storage:
-    """Results of trials in a folder by one process.
-
-    Attributes:
-        folder: The folder.
-        kind: Type of the file system.
-        free: Free bytes.
-        write_s: Mean time to write and sync one byte, in seconds.
-        sync_s: Time to write, sync and rename a small file, in seconds.
-        ahead_s: Seconds by which the file system's clock is ahead of this host's.
-        locks: Whether a lock excludes a second run.
-        hdf5: Error when an HDF5 file was written and read; empty without an error.
-    """
-
-    folder: str
-    kind: str
-    free: int
-    write_s: float
-    sync_s: float
-    ahead_s: float
-    locks: bool
-    hdf5: str
-
-
 def run_folder(out: str) -> Path:
     """Return the folder to try: the folder of runs, or its nearest parent that exists.
 
@@ -59,28 +33,26 @@ def run_folder(out: str) -> Path:
     return next((p for p in (path, *path.parents) if p.is_dir()), Path.cwd())
 
 
-def try_storage(folder: Path) -> Storage:
-    """Try writes, locks and HDF5 in a new, empty folder.
+def try_storage(folder: Path, checkpoint_bytes: int) -> list[Finding]:
+    """Try writes, locks and HDF5 in a new, empty folder; return the findings.
 
     Raises:
         OSError: If the file system fails.
     """
     stat = os.statvfs(folder)
+    kind = file_system(folder, Path("/proc/mounts").read_text())
     path = folder / "small"
     start = time.perf_counter()
     _write_small(path)
     sync_s = time.perf_counter() - start
     ahead_s = path.stat().st_mtime - time.time() + sync_s  # correct within sync_s
-    return Storage(
-        str(folder.parent),
-        file_system(folder, Path("/proc/mounts").read_text()),
-        stat.f_bavail * stat.f_frsize,
-        _write_large(folder / "large"),
-        sync_s,
-        ahead_s,
-        try_lock(folder),
-        _try_hdf5(folder / "small.h5"),
-    )
+    return [
+        judge_space(str(folder.parent), kind, stat.f_bavail * stat.f_frsize, checkpoint_bytes),
+        judge_rate(_write_large(folder / "large"), sync_s, checkpoint_bytes),
+        judge_lock(try_lock(folder)),
+        judge_hdf5(_try_hdf5(folder / "small.h5")),
+        judge_stamps(ahead_s),
+    ]
 
 
 def try_folder(out: str, checkpoint_bytes: int) -> tuple[Path | None, list[Finding]]:
@@ -94,13 +66,12 @@ def try_folder(out: str, checkpoint_bytes: int) -> tuple[Path | None, list[Findi
     folder: Path | None = None
     try:
         folder = Path(tempfile.mkdtemp(prefix=".mpips-doctor-", dir=parent))
-        result = try_storage(folder)
+        return folder, try_storage(folder, checkpoint_bytes)
     except OSError as error:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         remedy = "give an --out that can be written"
         return None, [fail("folder", f"{parent}: {error.strerror or error}", remedy)]
-    return folder, judge_storage(result, checkpoint_bytes)
 
 
 def _write_small(path: Path) -> None:
@@ -177,64 +148,64 @@ def file_system(path: Path, mounts: str) -> str:
 # Judgement -----------------------------------------------------------------------------------
 
 
-def judge_storage(found: Storage, checkpoint_bytes: int) -> list[Finding]:
-    """Judge the results of the trials in a folder.
+def judge_space(folder: str, kind: str, free: int, size: int) -> Finding:
+    """Judge the file system of a folder.
 
     Args:
-        found: The results.
-        checkpoint_bytes: Size of one checkpoint.
+        folder: The folder.
+        kind: Type of the file system.
+        free: Free bytes.
+        size: Bytes of a checkpoint.
     """
-    return [
-        _judge_space(found, checkpoint_bytes),
-        _judge_rate(found, checkpoint_bytes),
-        _judge_lock(found),
-        _judge_hdf5(found),
-        _judge_stamps(found),
-    ]
-
-
-def _judge_space(found: Storage, size: int) -> Finding:
-    text = f"{found.folder} is {found.kind} with {human_bytes(found.free)} free"
-    if found.free < size:
+    text = f"{folder} is {kind} with {human_bytes(free)} free"
+    if free < size:
         remedy = "free some space, or give another --out"
         return fail("folder", f"{text}, a checkpoint takes {human_bytes(size)}", remedy)
-    if found.free < 3 * size:  # a run keeps two, while it writes another
+    if free < 3 * size:  # a run keeps two, while it writes another
         remedy = "free some space, give another --out, or --keep 1"
         return warn("folder", f"{text}, three checkpoints take {human_bytes(3 * size)}", remedy)
-    if found.kind in LOCAL:
-        remedy = "give an --out on a disk: this one is gone when the host is started again"
-        return warn("folder", text, remedy)
-    return ok("folder", text)
+    remedy = "give an --out on a disk: this one is gone when the host is started again"
+    return warn_if(kind in LOCAL, "folder", text, remedy)
 
 
-def _judge_rate(found: Storage, size: int) -> Finding:
-    rate, takes_s = 1 / found.write_s, size * found.write_s
-    text = f"{human_bytes(rate)}/s written and synced, {found.sync_s * 1e3:.1f} ms a small file; "
+def judge_rate(write_s: float, sync_s: float, size: int) -> Finding:
+    """Judge the rate of writes.
+
+    Args:
+        write_s: Mean time to write and sync one byte, in seconds.
+        sync_s: Time to write, sync and rename a small file, in seconds.
+        size: Bytes of a checkpoint.
+    """
+    rate, takes_s = 1 / write_s, size * write_s
+    text = f"{human_bytes(rate)}/s written and synced, {sync_s * 1e3:.1f} ms a small file; "
     text += f"a checkpoint of {human_bytes(size)} takes {takes_s:.1f} s"
-    figures = {"write_mb_s": rate / 1e6, "sync_ms": found.sync_s * 1e3}
+    figures = {"write_mb_s": rate / 1e6, "sync_ms": sync_s * 1e3}
     remedy = "give an --out on a faster file system, or save less often (--checkpoint-every)"
     return warn_if(takes_s > SLOW_S, "writing", text, remedy, **figures)
 
 
-def _judge_lock(found: Storage) -> Finding:
-    if found.locks:
+def judge_lock(locks: bool) -> Finding:
+    """Judge whether a lock excludes a second run."""
+    if locks:
         return ok("locks", "a locked file keeps a second job out")
     remedy = "never start two jobs with one --out, or give one where flock works"
     text = "a locked file does not keep others out, or there are no locks"
     return warn("locks", text, f"{remedy} (Lustre: mount with -o flock)")
 
 
-def _judge_hdf5(found: Storage) -> Finding:
-    if not found.hdf5:
+def judge_hdf5(error: str) -> Finding:
+    """Judge whether an HDF5 file was written and read; `error` is empty then."""
+    if not error:
         return ok("hdf5", "a file was written and read")
-    return fail("hdf5", f"no file could be written and read: {found.hdf5}", "give another --out")
+    return fail("hdf5", f"no file could be written and read: {error}", "give another --out")
 
 
-def _judge_stamps(found: Storage) -> Finding:
-    text = f"files are dated {abs(found.ahead_s):.1f} s "
-    text += "ahead of this host's clock" if found.ahead_s > 0 else "behind this host's clock"
+def judge_stamps(ahead_s: float) -> Finding:
+    """Judge by how many seconds the file system's clock is ahead of this host's."""
+    text = f"files are dated {abs(ahead_s):.1f} s "
+    text += "ahead of this host's clock" if ahead_s > 0 else "behind this host's clock"
     remedy = "have the file server's clock set by NTP"
-    return warn_if(abs(found.ahead_s) > SKEW_S, "file times", text, remedy)
+    return warn_if(abs(ahead_s) > SKEW_S, "file times", text, remedy)
 
 
 def judge_seen(hosts: Sequence[str], seen: Sequence[bool]) -> Finding:

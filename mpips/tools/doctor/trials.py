@@ -25,6 +25,7 @@ from mpips.ps.design import Design
 from mpips.tools.bench.link import Sides
 from mpips.tools.bench.measure import in_turn
 from mpips.tools.bench.vector import gradient_of, make_job
+from mpips.tools.doctor.facts import memory_bytes
 from mpips.tools.doctor.machine import Library
 from mpips.tools.doctor.network import BUSY_S, Link, Need, RemoteGet, pairs
 from mpips.tools.doctor.report import Finding, fail, ok
@@ -94,7 +95,7 @@ def gather_need(cluster: Cluster, parameters: int) -> Need:
     except UserError as error:
         refused = str(error).partition("; ")[0]
     cluster.roles = Roles((), tuple(range(cluster.world)))  # the roles before make_job
-    return Need(needed, shared_bytes_free(), refused)
+    return Need(needed, shared_bytes_free(), memory_bytes(), refused)
 
 
 # Windows -------------------------------------------------------------------------------------

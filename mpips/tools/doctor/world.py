@@ -149,10 +149,7 @@ def _judge_kernels(visit: Visit, parts: Sequence[tuple[bool, float]]) -> list[Fi
 def judge_memory(visit: Visit, parts: Sequence[network.Need]) -> list[Finding]:
     """Judge the memory for the windows of a model on each host."""
     needs = dict(zip(visit.cluster.hosts, parts, strict=True))
-    return [
-        *network.judge_needs(needs, visit.options.parameters),
-        *network.judge_quota(visit.facts, needs),
-    ]
+    return network.judge_needs(needs, visit.options.parameters)
 
 
 def _judge_remote_get(visit: Visit, parts: Sequence[network.RemoteGet | None]) -> list[Finding]:
