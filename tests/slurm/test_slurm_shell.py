@@ -1,18 +1,22 @@
-"""The job scripts in a shell, with a SLURM that only answers: what they decide, and what they say.
+"""Job scripts in a shell, with schedulers that only answer: what they decide, and what they say.
 
-`mpips.launch` is the lines of a test in the place of a supervisor; `scontrol` shows a job and notes
-what it is told to do.
+`mpips.launch` is the lines of a test in the place of a supervisor. Programs of a scheduler note how
+they are called.
 """
 
 import os
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from launch import ROOT, environment, executable
+from launch import ROOT, environment, executable, until
+from test_sbatch import NEED, SCHEDULERS, TWO_BY_TWO, text_of
 
 from mpips.launch.mpirun import family
 
@@ -72,22 +76,39 @@ SHOWN = {
 }  # fmt: skip
 
 
-class Batch:
-    """A batch shell of job 17, once it has run: exit code or signal, output, processes left."""
+class Shell:
+    """A folder in which a job script runs in a shell, with programs that only answer."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, programs: Mapping[str, str], log: str = "log") -> None:
+        self.folder, self.log_file = folder, folder / log
         (folder / "bin").mkdir()
-        programs = {"scontrol": SCONTROL, "srun": SRUN, "python": PYTHON}
         for name, text in programs.items():
             executable(folder / "bin" / name, text)
-        self.out = folder / "runs" / "mpips-17"
-        self.code, self.log, self.left = 0, "", list[int]()
+
+    def begin(self, text: str, env: Mapping[str, str], *words: str) -> subprocess.Popen[bytes]:
+        """Start a script as a scheduler would."""
+        (self.folder / "script").write_text(text)
+        path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
+        with open(self.log_file, "w") as log:
+            return subprocess.Popen(
+                ["bash", "script", *words], cwd=self.folder,
+                env={**environment(), "PATH": path, **env},
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
 
     def calls(self, program: str) -> list[str]:
         """Return how a program was called, without its name."""
         lines = (self.folder / "calls").read_text().splitlines()
         return [line.removeprefix(f"{program} ") for line in lines if line.startswith(program)]
+
+
+class Batch(Shell):
+    """A batch shell of job 17, once it has run: exit code or signal, output, processes left."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, {"scontrol": SCONTROL, "srun": SRUN, "python": PYTHON})
+        self.out = folder / "runs" / "mpips-17"
+        self.code, self.log, self.left = 0, "", list[int]()
 
     @property
     def requeued(self) -> list[str]:
@@ -102,21 +123,13 @@ class Batch:
         fields = {**SHOWN, "Command": " ".join([str(script), *words]), **(shown or {})}
         (self.folder / "job").write_text("".join(f"{k}={v}\n" for k, v in fields.items()))
         (self.folder / "ranks").write_text(ranks)
-        (self.folder / "slurm_script").write_text(copy or script.read_text())
         known = {
             "SLURM_JOB_ID": "17", "SLURM_JOB_NAME": "mpips", "SLURM_JOB_NODELIST": "n[1-2]",
             "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "4", "SLURM_SUBMIT_DIR": f"{self.folder}",
         }  # fmt: skip
-        path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
-        with open(self.folder / "log", "w+") as log:
-            shell = subprocess.Popen(
-                ["bash", str(self.folder / "slurm_script"), *words], cwd=self.folder,
-                env={**environment(), **known, "PATH": path, "LAUNCHER": "srun", **(env or {})},
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
-            self.code = shell.wait(60)
-            log.seek(0)
-            self.log = log.read()
+        env = {**known, "LAUNCHER": "srun", **(env or {})}
+        shell = self.begin(copy or script.read_text(), env, *words)
+        self.code, self.log = shell.wait(60), self.log_file.read_text()
         self.left = family(shell.pid)
         return self
 
@@ -409,3 +422,131 @@ def test_scratch(batch: Batch) -> None:
     batch.run("--lr=1", copy=text)
     assert batch.code == 2
     assert f"mpips: --scratch {disk} cannot be filled, expected a folder" in batch.log
+
+
+RUNS = {"pbs": "runs/long-17.pbs", "lsf": "runs/long-17", "flux": "runs/long-f17"}
+CALLED = '#!/bin/bash\necho "$(basename "$0") $*" >>calls\n'
+# As ssh.
+RSH = f"""{CALLED}
+while [[ $1 == -* ]]; do shift; done
+exec sh -c "${{*:2}}"
+"""
+FLUX = f"""{CALLED}
+case $* in
+    "job id "*) echo f17 ;;
+    "job timeleft") cat left ;;
+    "hostlist --expand --delimiter=:2, instance") paste -sd , hosts | sed 's/,/:2,/g' ;;
+    "overlay lookup "*) grep -nx "$3" hosts | cut -d : -f 1 ;;
+    "exec --rank="*" sh -c "*) exec rsh "$(sed -n "${{2#--rank=}}p" hosts)" "$5" ;;
+    "--parent batch "*) if [ -e refused ]; then exit 1; fi; echo "MPIPS_RUN=$MPIPS_RUN" >>calls ;;
+esac
+"""
+WAITS = f"""{CALLED}
+printf '%s\\0' "$@" >args
+trap 'echo asked by USR1; exit 85' USR1
+trap 'echo asked by TERM; exit 85' TERM
+if [ -e code ]; then exit "$(cat code)"; fi
+touch begun
+while :; do sleep 0.1; done
+"""
+COMMANDS = {
+    "python": WAITS,
+    "rsh": RSH,
+    "blaunch": RSH,
+    "flux": FLUX,
+    "qsub": CALLED.replace("echo", "[ ! -e refused ] && echo"),
+    "qstat": "#!/bin/bash\n"
+    """awk '{printf "    Resource_List.walltime = 00:%02d:%02d\\n", $1 / 60, $1 % 60}' left\n""",
+    "bjobs": '#!/bin/bash\nawk \'{print "0:" int($1 / 60) " L"}\' left\n',
+}
+
+
+class Job(Shell):
+    """A job of a scheduler other than SLURM."""
+
+    def __init__(self, folder: Path, scheduler: str, *hosts: str) -> None:
+        super().__init__(folder, COMMANDS, "long-17.out")  # as LSF's script names its log
+        self.scheduler = scheduler
+        text = text_of(f"--scheduler {scheduler} {TWO_BY_TWO}", NEED, ["--lr", "0.1"])
+        self.text = re.sub(r"^export PATH=.*\n", "", text, flags=re.M)
+        (folder / "hosts").write_text("".join(f"{host}\n" for host in hosts))
+        (folder / "nodes").write_text("".join(f"{host}\n" * 2 for host in hosts))
+        self.time_left(3590)
+        self.env = {
+            "PBS_JOBID": "17.pbs", "PBS_O_WORKDIR": str(folder),
+            "PBS_NODEFILE": str(folder / "nodes"), "LSB_JOBID": "17",
+            "LSB_MCPU_HOSTS": " ".join(f"{host} 2" for host in hosts), "FLUX_ENCLOSING_ID": "f17",
+        }  # fmt: skip
+
+    def time_left(self, seconds: int) -> None:
+        """Say how much is left of the job's time."""
+        (self.folder / "left").write_text(f"{seconds}\n")
+
+    def ends(self, code: int, text: str = "", run: str = "") -> str:
+        """Run the script to its end, by this code; returns its log."""
+        shell = self.begin(text or self.text, {**self.env, "MPIPS_RUN": run})
+        assert shell.wait(60) == code, self.log_file.read_text()
+        return self.log_file.read_text()
+
+    def submitted(self) -> list[str]:
+        """Return the runs with which the script was submitted again."""
+        if self.scheduler == "pbs":
+            words = [re.fullmatch(r"-v MPIPS_RUN=(\S+) script", c) for c in self.calls("qsub")]
+            return [found[1] for found in words if found]
+        return [line.removeprefix("MPIPS_RUN=") for line in self.calls("MPIPS_RUN")]
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_how_a_job_of_another_scheduler_ends(scheduler: str, tmp_path: Path) -> None:
+    """By the code of the supervisor; asked to save, it is submitted again, but not if killed."""
+    job, out = Job(tmp_path, scheduler, "east"), RUNS[scheduler]
+    again = [out] if scheduler != "lsf" else []
+    for code in (0, 1, 2, 85):
+        (tmp_path / "code").write_text(f"{code}")
+        job.ends(code)
+        assert job.submitted() == (again if code == 85 else [])
+    words = f"--timeout 0 --restarts 100 -- --lr 0.1 --out {out} --resume auto"
+    assert job.calls("python")[-1] == f"-m mpips.launch -n 2 {words}"
+    if again:
+        (tmp_path / "refused").touch()
+        assert f"submit it with MPIPS_RUN={out} in its" in job.ends(1)
+        (tmp_path / "refused").unlink()
+        (tmp_path / "code").write_text("0")
+        job.ends(0, run="runs/other")
+        assert job.calls("python")[-1].endswith("--lr 0.1 --out runs/other --resume auto")
+    (tmp_path / "code").write_text("85")
+    (tmp_path / f"{out}.links").write_text("17\n" * 100)
+    job.ends(1)
+    (tmp_path / f"{out}.links").unlink()
+
+    (tmp_path / "code").unlink()  # it runs until it is asked to end
+    job.time_left(180)
+    assert "180 s left, expected more than 181, as the ranks need 121" in job.ends(2)
+    late = job.text.replace("((seconds <= 181))", "((seconds <= 0))").replace("- 121", "-178")
+    assert "asked by USR1" in job.ends(85, late)
+    job.time_left(3590)
+    (tmp_path / "begun").unlink()
+    shell = job.begin(job.text, job.env)
+    until((tmp_path / "begun").exists, 30, job.log_file.read_text)
+    shell.send_signal(signal.SIGTERM)
+    assert shell.wait(60) == 143
+    assert "asked by TERM" in job.log_file.read_text()
+    assert job.submitted() == again * 2
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_hosts_of_a_job(scheduler: str, tmp_path: Path) -> None:
+    """The supervisor is told of them, and how to run a command there, if not by ssh."""
+    job = Job(tmp_path, scheduler, "east", "west")
+    (tmp_path / "code").write_text("0")
+    job.ends(0)
+    words = (tmp_path / "args").read_text().split("\0")[2:]
+    assert words[:2] == ["--hosts", "east:2,west:2"]
+    assert ("--rsh" in words) is (scheduler != "pbs")
+    if "--rsh" in words:
+        rsh = shlex.split(words[words.index("--rsh") + 1])
+        command = [*rsh, "-q", "west", "echo", "'a  b'"]
+        path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+        env = {**environment(), **job.env, "PATH": path}
+        assert subprocess.check_output(command, env=env, cwd=tmp_path, text=True) == "a  b\n"
+        assert [call for name in ("blaunch", "rsh") for call in job.calls(name) if "west" in call]
