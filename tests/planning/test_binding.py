@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 
 from mpips.config import Config
 from mpips.config.jobfile import resolve
-from mpips.launch import mpirun
 from mpips.planning.binding import (
     Cores,
     binding_text,
@@ -167,27 +165,3 @@ def test_ranks_on_one_core_are_told_of(tmp_path: Path) -> None:
     done = launch.run(2, ["-c", BOUND, "--explain"], tmp_path).check()
     (line,) = [line for line in done.output.splitlines() if line.startswith("binding on ")]
     assert "2 ranks on 1 core, but 2 of them are bound to 1 core; bind ranks" in line
-
-
-@pytest.mark.launch
-def test_the_launcher_binds_as_is_proposed() -> None:
-    """On a host of 4 NUMA nodes that hwloc makes up; nothing is bound here."""
-    nodes, is_open_mpi = host(4, 4), mpirun.is_open_mpi()
-    _, remedy = judge_binding(masks(range(16)) * 8, nodes)
-    variables = {"HWLOC_SYNTHETIC": "pack:2 numa:2 core:4 pu:1", "HWLOC_THISSYSTEM": "0"}
-    variables |= {"HYDRA_TOPO_DEBUG": "1"}
-    (words,) = re.findall(r"mpirun (.*?) \(" if is_open_mpi else r"MPICH: (.*?)\)", remedy)
-    show = "--display map --do-not-launch" if is_open_mpi else ""
-    done = subprocess.run(
-        ["mpirun", "-n", "8", *show.split(), *words.split(), "true"], capture_output=True,
-        env={**mpirun.environment(), **variables}, text=True, timeout=60, check=True,
-    )  # fmt: skip
-    told = done.stdout + done.stderr
-    if is_open_mpi:
-        ends = re.findall(r"Binding: package\[\d\]\[core:L(\d+)-(\d+)\]", told)
-        found = masks(*(range(int(a), int(b) + 1) for a, b in ends))
-    else:
-        bits = re.findall(r"binding: ([01]+)", told)
-        found = [frozenset(k for k, bit in enumerate(line) if bit == "1") for line in bits]
-    assert judge_binding(found, nodes) == ("", "")
-    assert spread_text(found, nodes) == " of 4 NUMA nodes, 2 on each"
