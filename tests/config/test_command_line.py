@@ -26,7 +26,7 @@ SHORT = ("--problem", "softmax", "--epochs", "2")
 def test_texts_need_no_mpi(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text('mode = "sync"\nseed = 3\nkeep = 7\n')
     lines = [
-        ["--help"],
+        ["--nonsense", "--help"],
         ["--version", "--mode", "sync"],
         ["job.toml", "--seed", "4", "--print-config"],
         ["--explain", "--ranks", "4", "--nodes", "2"],

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpips import __version__, problems
+from mpips import problems
 from mpips.config import OPTIONS, Config, names
 from mpips.config.command_line import (
     FLAGS,
@@ -20,9 +21,10 @@ from mpips.config.command_line import (
     help_text,
     in_python,
     parse_command_line,
-    requested_text,
 )
-from mpips.config.jobfile import from_toml, read_toml, resolve, to_toml
+from mpips.config.delay import DELAYS, check_delays, linger, parse_delays
+from mpips.config.groups import Group, members, parse_groups, text_of
+from mpips.config.jobfile import from_toml, read_toml, resolve, split_words, to_toml
 from mpips.config.names import LAYOUT_FIELDS
 from mpips.config.option import Option, called_elsewhere, meant, shown
 from mpips.config.validation import check_resume
@@ -96,18 +98,6 @@ def test_any_command_line_gives_a_config_or_a_user_error(argv: list[str]) -> Non
     except UserError:
         return
     assert from_toml(to_toml(made)) == made
-
-
-def test_texts_that_are_asked_for(tmp_path: Path) -> None:
-    """Help, whatever else is said; the version; and the resolved job."""
-    for words in ("-h", "--nonsense --help", "--seed -h"):
-        assert requested_text(parse_command_line(words.split()), None) == help_text()
-    assert requested_text(parse_command_line(["--version"]), None) == f"mpips {__version__}\n"
-    argv = [job_file(tmp_path, "seed = 3\nlr = 1\n"), "--print-config", "--hidden", "5,4"]
-    text = requested_text(parse_command_line(argv), load(argv)) or ""
-    assert from_toml(text) == Config(seed=3, lr=1.0, hidden=(5, 4))
-    assert requested_text(parse_command_line([]), Config()) is None
-    assert requested_text(parse_command_line(argv), None) is None
 
 
 def test_help_tells_every_option_its_default_and_what_is_legal() -> None:
@@ -196,12 +186,8 @@ REFUSED = """
 --mode asnc | unknown mode 'asnc', expected one of async,  | 'async'?
 --problem mpl | unknown problem 'mpl' | path/file.py:Class | 'mlp'?
 --problem net.py | unknown problem 'net.py' | path/file.py:Class
---resume=maybe | unknown resume 'maybe', expected one of yes, auto
---checkpoint-every 5m | checkpoint_every '5m', expected SECONDS
---inject-delay 5 | inject_delay '5', expected WORKER:FACTOR[,WORKER:FACTOR...]
 --groups *.bias | groups '*.bias', expected PATTERN: lr=X, weight_decay=X;
 --link 1gbit | --link without --explain, expected --explain with it
---explain --link fast | link 'fast', expected a rate such as 100mbit or 25gb
 --explain --rank 2 | unknown option --rank | did you mean '--ranks'?
 --out \udcff | out '\\udcff', expected text
 async | job file 'async', expected a path that ends in .toml | --help
@@ -209,23 +195,19 @@ a.toml b.toml | a second job file 'b.toml', expected only one
 --servers 0 | servers 0 in mode async, expected mode sync or local_sgd; leave out --servers, or use
 --mode ssp --far-read get | far_read 'get' in mode ssp, expected mode async or easgd
 --mode sync --backup-workers 1 | backup_workers 1 without servers, expected both
---mode sync --servers 1 --backup-workers 1 --reduce shared | reduce 'shared', expected reduce 'auto'
 --delay-adaptive | delay_compensation 0.0, expected delay_compensation > 0; set --delay-compen
 --mode local_sgd --codec fp16 | codec 'fp16' with local_slots 'average', expected 'keep', or
 --mode local_sgd --local-steps 50 --fragments 4 --local-slots keep | use --local-steps 48 or 52
 --mode local_sgd --local-steps 2 --overlap-steps 3 --optimizer sgd | expected overlap_steps <= 2
 --mode local_sgd --fragments 4 | fragments, overlap_steps or mixing with local_slots 'average',
---mode local_sgd --mixing 0.5 --optimizer sgd --reduce allreduce | expected reduce 'auto' or
 --mode local_sgd --mixing 0 | mixing 0.0, expected a number in (0, 1]
 --mode local_sgd --outer-nesterov | with outer_momentum 0.0, expected outer_momentum > 0
 --delay-compensation 1 --prefetch | with prefetch true, expected prefetch false; a server has to
 --server-ranks 1,2,1 | server_ranks [1, 2, 1], expected distinct ranks
 --server-ranks 1,2 --servers 3 | servers 3 with 2 server_ranks, expected servers 2
 --server-ranks 1 --server-hosts a* | with server_hosts 'a*', expected server_hosts ''
---server-hosts a* --servers 0 --mode sync | with servers 0, expected servers >= 1
 --epochs 0 | epochs 0 and steps 0, expected epochs >= 1 or steps >= 1
 --schedule step | schedule 'step' with step_every 0, expected step_every >= 1
---schedule warmup | schedule 'warmup' with warmup_steps 0, expected warmup_steps >= 1
 --mode sync --steps 9 --warmup-steps 9 | warmup_steps 9 with steps 9, expected warmup_steps < 9
 --classes 1 | classes 1, expected an integer 0 or >= 2
 --eval-only | eval_only without a checkpoint, expected --resume or --init-from
@@ -236,22 +218,14 @@ a.toml b.toml | a second job file 'b.toml', expected only one
 --codec powersgd | codec 'powersgd' in mode async, expected mode sync
 --codec powersgd --mode sync --servers 1 --backup-workers 1 | with backup_workers 1, expected backup
 --codec powersgd --mode sync --pull-codec fp16 | pull_codec 'fp16', expected pull_codec 'none'
---optimizer sgd --beta1 0.8 | beta1 0.8 with optimizer 'sgd', expected optimizer 'adam' or
---decay 0.5 | leave out --decay, or use --optimizer rmsprop or adadelta
---problem softmax --hidden 9 | hidden [9] with problem 'softmax', expected problem 'mlp' or
 --epochs 3 --steps 9 | epochs 3 with steps 9, expected steps 0; leave out --epochs or --steps
---test-fraction .3 --test-dataset a.h5 | test_dataset 'a.h5', expected test_dataset ''; leave out
 --codec topk --topk-momentum 0.9 | with optimizer 'adam', expected optimizer 'sgd'; the servers'
 --target-accuracy .9 --eval-every 0 | target_accuracy 0.9 with eval_every 0.0, expected eval_every >
 --target-accuracy .9 --problem linear | target_accuracy 0.9 with problem 'linear'
 --record | record true with read 'relaxed', expected read 'consistent'; what a torn read saw cannot
 --mode hybrid --record --read consistent --on-death shrink | record true with on_death 'shrink'
---mode sync --scale-lr | scale_lr true with on_death 'restart', expected on_death 'shrink'
---patience 3 | patience 3 with evaluators 0, expected evaluators >= 1; they evaluate checkpoints
---evaluators 1 --eval-every 0 | evaluators 1 with eval_every 0.0, expected eval_every > 0
 --inject-delay 1:2,01:3 | inject_delay '1:2,01:3', expected distinct workers; name
 --groups a*:lr=1,lr=2 | lr twice in groups, 'a*:lr=1,lr=2', expected once
---row-optimizer sgd:lr=1,lr=2 | lr twice in row_optimizer 'sgd:lr=1,lr=2', expected once
 --groups a*:lr=1e999 | group 'a*' with lr inf, expected a number >= 0
 --eval-ema --ema 0.9 | eval_ema by itself, expected ema > 0 and evaluators >= 1
 --dataset= | dataset '', expected a name or the path of a file
@@ -308,7 +282,7 @@ COMPANIONS = {  # what an option has to come with
 
 def other_value(option: Option) -> Any:
     """Return a legal value that is not the default."""
-    known: dict[Any, Any] = {bool: not option.default, int: 5, float: 0.5}
+    known = {bool: not option.default, int: 5, float: 0.5, tuple: (64, 64), str: "t.h5"}
     legal = [v for v in option.legal[::-1] if v != option.default and v not in option.only]
     return legal[0] if legal else known.get(option.kind)
 
@@ -388,16 +362,9 @@ def test_checkpoint_period() -> None:
         assert load(["--checkpoint-every", text]).checkpoint_period == period
 
 
-OTHER_VALUES: dict[str, Any] = {
-    "problem": "softmax", "hidden": (64, 64), "activation": "tanh", "dtype": "float64",
-    "optimizer": "sgd", "dataset": "big.h5", "test_dataset": "t.h5", "test_fraction": 0.25,
-    "classes": 3, "batch_size": 16, "accumulate": 2, "shuffle": False, "seed": 1, "factors": 4,
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("name", LAYOUT_FIELDS)
 def test_resume_refuses_another_layout(name: str) -> None:
-    value = OTHER_VALUES[name]
+    value = other_value(OPTIONS[name])
     with pytest.raises(UserError) as caught:
         check_resume(Config(), dataclasses.replace(Config(), **{name: value}))
     message = str(caught.value)
@@ -476,3 +443,64 @@ def test_programs_are_told_of_arguments(text: str, expected: str) -> None:
     with reworded(in_python):
         assert str(UserError("x", "y", text)) == f"x, expected y; {expected}"
     assert str(UserError("x", "y", text)) == f"x, expected y; {text}"
+
+
+def test_a_text_says_groups_and_groups_a_text() -> None:
+    groups = Group("*.bias", weight_decay=0), Group("head.[ab] 1", 1e-5, 0.25)
+    assert parse_groups("*.bias:weight_decay=0;head.[ab] 1: lr=1e-5 , weight_decay=.25") == groups
+    assert text_of(groups) == "*.bias: weight_decay=0.0; head.[ab] 1: lr=1e-05, weight_decay=0.25"
+    assert parse_groups(text_of(groups)) == groups
+    assert parse_groups("") == ()
+    with pytest.raises(UserError, match=r"groups with \{'params': 1\}"):
+        text_of([{"params": 1}])  # type: ignore[list-item]
+
+
+def test_an_array_is_of_the_first_group_that_matches() -> None:
+    groups = Group("head.*", lr=1), Group("*.bias", lr=2), Group("none", lr=3)
+    found = members(["a.bias", "head.bias", "a.weight", "head.weight"], groups)
+    assert found == [["a.weight"], ["head.bias", "head.weight"], ["a.bias"], []]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("b",), "group 'b' without lr and weight_decay, expected one of them"),
+        (("b", -1.0), "group 'b' with lr -1.0, expected a number >= 0"),
+        (("b", None, float("nan")), "group 'b' with weight_decay nan"),
+        (("b", "1"), "group 'b' with lr '1'"),
+        (("a:b", 1.0), "group with the pattern 'a:b'"),
+    ],
+)
+def test_what_no_group_is(args: tuple[object, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Group(*args)  # type: ignore[arg-type]
+
+
+def test_workers_that_are_slowed() -> None:
+    """Whole jobs: tests/matrix."""
+    for text, found in (("", {}), ("3:1,0:2.5", {3: 1.0, 0: 2.5})):
+        assert DELAYS.fullmatch(text)
+        assert parse_delays(text) == found
+        check_delays(found, 4)
+    with pytest.raises(UserError, match="names worker 3, expected workers 0 to 2"):
+        check_delays({0: 2.0, 3: 2.0}, 3)
+
+
+def test_lingering_sleeps_and_lets_mpi_get_on() -> None:
+    calls: list[float] = []
+    start, computed = time.perf_counter(), time.thread_time()
+    linger(0.1, lambda: calls.append(0.0))
+    assert time.perf_counter() - start >= 0.1
+    assert time.thread_time() - computed < 0.05, "it spins"
+    assert len(calls) > 1
+    calls.clear()
+    linger(-1.0, lambda: calls.append(0.0))
+    assert not calls
+
+
+def test_words_of_a_job() -> None:
+    lines = {"-n 4 -- --lr 1": ("-n 4", "--lr 1"), "-- a.py -- b": ("", "a.py -- b")}
+    for line, (ours, job) in lines.items():
+        assert split_words(line.split()) == (ours.split(), job.split())
+    assert split_words(["-n", "4", "--"]) == (["-n", "4"], [])
+    assert split_words(["-n", "4"]) == (["-n", "4"], None)
