@@ -7,7 +7,7 @@ import platform
 import signal
 import sys
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 from launch import file_in_shared_memory, python, until
@@ -159,14 +159,11 @@ def test_a_lock_that_cannot_be_had_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where no lock service answers, or another process holds it."""
-    locks = fcntl.flock
 
-    def late(file: IO[str], how: int) -> None:
+    def refuse(file: object, how: int) -> None:
         assert how & fcntl.LOCK_NB, "it would wait for ever"
-        with open(file.name) as other:
-            locks(other, how)
-            locks(file, how)
+        raise BlockingIOError
 
-    monkeypatch.setattr(fcntl, "flock", late)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     with OwnFolder(parent=tmp_path) as own:
         assert json.loads((Path(own) / OWNER).read_text())

@@ -295,17 +295,43 @@ def test_evaluators_and_others_that_die_are_left_out(tmp_path: Path) -> None:
     assert lost(out, "evaluator") == [0, 1]
 
 
+# Worker 1 dies behind its fifth push, with batches in hand, when all have begun.
+SURVIVES = """
+import pytest
+TABLES = {"rows": mpips.Table(N, 2, mpips.Zeros(), capacity="lazy")}
+def means(params, batch):
+    return {"loss": float(params["counts"][batch.ids].mean())}
+def train(worker):
+    begun = [Path(f"begun-{number}") for number in range(worker.workers)]
+    begun[worker.id].touch()
+    for pushed, batch in enumerate(worker.batches(N, batch_size=7, epochs=8), 1):
+        count(worker, batch)
+        if worker.id == 1 and pushed == 5:
+            while not all(path.exists() for path in begun):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+    worker.log(left=worker.id)
+    assert worker.evaluate(means, N) == {"loss": 8}
+how = {"mode": sys.argv[1], "servers": 1, "quiet": True}
+assert run(train, 8, **how).summary["lost"] == [2]
+with pytest.raises(mpips.UserError, match="in which a worker has died"):
+    run(train, 8, out="other", **how)
+print(f"rank {MPI.COMM_WORLD.rank} is done", flush=True)
+"""
+
+
 @survived
-@pytest.mark.parametrize("mode", ["async", pytest.param("ssp", marks=pytest.mark.long)])
+@pytest.mark.parametrize("mode", ["async", long("ssp")])
 def test_programs_whose_workers_die(mode: str, tmp_path: Path) -> None:
     """Those that live have the result, and all that the program does after its run."""
-    out, program = tmp_path / "out", ROOT / "tests" / "library" / "programs" / "survives.py"
-    with Supervised(tmp_path, 4, [str(program), str(out), mode], "--ft") as job:
+    (tmp_path / "program.py").write_text(COUNTS + SURVIVES)
+    with Supervised(tmp_path, 4, ["program.py", mode], "--ft") as job:
         told = job.wait(0)
     assert sorted(re.findall(r"rank (\d) is done", told)) == ["0", "1", "3"]
     assert LEFT_OUT in told
     assert "starting again" not in told
-    assert summary(out)["command"] == f"python {program} {out} {mode}"
+    out = tmp_path / "out"
+    assert summary(out)["command"] == f"python program.py {mode}"
     logged = re.findall(r'"left": (\d)', (out / "metrics.jsonl").read_text())
     assert sorted(logged) == ["0", "2"]
 
