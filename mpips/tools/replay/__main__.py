@@ -13,8 +13,6 @@ replaced by the replay, with a process for each worker, and the program ends the
 """
 
 import argparse
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,18 +39,12 @@ def show(argv: Sequence[str]) -> None:
     args = make_parser().parse_args(argv[:at])
     args.program += argv[at:]
     from mpips.tools.replay.run import replay, replay_program
-    from mpips.tools.replay.worker_process import ReplayEnded
 
-    try:
-        if args.program:
-            replay_program(args.run, args.program, args.until, args.out)
-            return
-        for line in replay(args.run, args.until, args.out):
-            write_line(line)
-    except ReplayEnded as end:  # in the process of a worker
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(end.code)
+    if args.program:
+        replay_program(args.run, args.program, args.until, args.out)
+        return
+    for line in replay(args.run, args.until, args.out):
+        write_line(line)
 
 
 def main(argv: Sequence[str]) -> int:

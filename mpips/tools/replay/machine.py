@@ -8,7 +8,6 @@ memory as in the run, except for pushes that wait for slow servers.
 """
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -18,6 +17,7 @@ from mpips.datasets.ledger import Range
 from mpips.errors import UserError
 from mpips.optim import Ranges
 from mpips.ps.shard import Server
+from mpips.tables.server import evict_old
 from mpips.tools.replay import compare
 from mpips.tools.replay.order import Order, RowOrder
 from mpips.tools.replay.parts import MadePush, PushMaker, Setting, make_memory, make_server
@@ -100,8 +100,8 @@ class Worker:
         return made
 
 
-class Replay(ABC):
-    """Replay of one job.
+class Replay:
+    """Replay of one job whose servers apply each push on arrival.
 
     Args:
         setting: Inputs of the job.
@@ -126,8 +126,7 @@ class Replay(ABC):
         memory = make_memory(self.job)
         stores = [make_server(setting.job(rank), memory) for rank in part.about["world"]["servers"]]
         self.servers = {k: store for k, store in enumerate(stores) if not store.idle}
-        self._order = self.order(part.records, list(self.servers), len(ranks), part.base)
-        self._rows = RowOrder([each.reads for each in part.servers], len(ranks), part.base)
+        self._order, self._rows = self.order(part, list(self.servers)), RowOrder(part)
         self._workers = list[Worker]()
         self._cleanup = contextlib.ExitStack()
         self._begin(setting, memory)
@@ -135,6 +134,7 @@ class Replay(ABC):
         self._read = dict.fromkeys(self.servers, 0)  # reads of the server's current version
         self.compared: dict[int, int] = {}
         self._has_read_rows = False
+        self._clocks_before = self.job.allocator().before
         for number, worker in enumerate(self._workers):
             if worker.done:
                 self._rows.drop(number)
@@ -216,21 +216,34 @@ class Replay(ABC):
         self._take(number, worker, made)
         return True
 
-    @abstractmethod
     def _begin_push(self, number: int, worker: Worker, record: np.void) -> None:
         """Start a worker's next push, which has this record."""
+        epoch, begin = int(record["epoch"]), int(record["begin"])
+        worker.begin((epoch, begin, begin + int(record["samples"])))
 
-    @abstractmethod
     def _take(self, number: int, worker: Worker, made: MadePush) -> None:
         """Add a worker's computed push."""
+        if made.computed.frozen != worker.frozen:  # its later pushes leave these parameters alone
+            worker.frozen = made.computed.frozen
+            for store in self.servers.values():
+                store.frozen.note(number, worker.computed, worker.frozen)
+        # The state of its codec is in each checkpoint of which this push is the worker's last one.
+        for saved in self._saved.values() if worker.maker.packers else ():
+            clocks, before = saved.state["allocator"]["clocks"], self._clocks_before
+            if saved.worker_names and clocks[number] - before[number] == worker.computed:
+                for packer in worker.maker.packers.values():
+                    compare.own(self.job, number, packer, saved)
 
     def _advance_round(self, until: int | None, state: State) -> bool:
         """Make the update of a round if the job has rounds; returns whether it was made."""
         return False
 
-    @abstractmethod
     def _apply(self, k: int, push: Push, at: int) -> None:
         """Apply a push to a server, as its update number `at`, from 0."""
+        store, evicted = self.servers[k], self._part.servers[k].evicted
+        if store.rows is not None and at in evicted:
+            evict_old(store.rows.tables, evicted[at])
+        store.apply(push)
 
     def _computed(self, number: int, worker: Worker) -> MadePush | None:
         """Continue a worker's next push; returns the push when it is computed."""

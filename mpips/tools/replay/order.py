@@ -4,15 +4,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mpips.tools.replay.record import Part
+
 
 class Order:
     """Order of a recorded job's pushes, as far as every server with a shard has recorded them.
 
     Args:
-        records: Records of each server; empty for a server without a shard.
+        part: Record of the job.
         owning: Numbers of the servers with a shard.
-        workers: Number of workers.
-        base: Version of all shards at the start of the job.
 
     Attributes:
         complete: For each worker, the number of its pushes that all these servers have recorded.
@@ -21,9 +21,8 @@ class Order:
         readers: By server, the number of pushes computed from each version, from `base` on.
     """
 
-    def __init__(
-        self, records: Sequence[np.ndarray], owning: Sequence[int], workers: int, base: int
-    ) -> None:
+    def __init__(self, part: Part, owning: Sequence[int]) -> None:
+        records, workers, base = part.records, len(part.about["workers"]), part.base
         self._first = records[owning[0]]
         self.at = {k: _by_worker(records[k]["worker"], workers) for k in owning}
         self.complete = [
@@ -50,31 +49,28 @@ class RoundOrder(Order):
     Each push is computed from the parameters after the previous round.
     """
 
-    def __init__(
-        self, records: Sequence[np.ndarray], owning: Sequence[int], workers: int, base: int
-    ) -> None:
-        super().__init__(records, owning, workers, base)
+    def __init__(self, part: Part, owning: Sequence[int]) -> None:
+        super().__init__(part, owning)
         most = min(self.complete) + 1  # a round needs all workers' pushes of the previous one
         self.complete = [min(count, most) for count in self.complete]
         for k in owning:
-            self.reads[k] = [base + np.arange(len(each)) for each in self.at[k]]
-            self.readers[k] = np.zeros(len(records[k]) + 1, np.int64)
+            self.reads[k] = [part.base + np.arange(len(each)) for each in self.at[k]]
+            self.readers[k] = np.zeros_like(self.readers[k])
 
 
 class RowOrder:
     """Recorded reads of rows, by server and worker, that the replay has not repeated yet.
 
     Args:
-        reads: Reads of each server's rows; see `ServerRecord.reads`.
-        workers: Number of workers.
-        base: Version of all servers at the start of the job.
+        part: Record of the job.
     """
 
-    def __init__(self, reads: Sequence[np.ndarray], workers: int, base: int) -> None:
-        self._versions: list[list[list[int]]] = []  # by server and worker
-        for each in reads:
-            own = ((base + each["at"][each["worker"] == w]).tolist() for w in range(workers))
-            self._versions.append([versions[::-1] for versions in own])
+    def __init__(self, part: Part) -> None:
+        workers = range(len(part.about["workers"]))
+        self._versions: list[list[list[int]]] = []  # by server and worker, the next read last
+        for reads in (each.reads for each in part.servers):
+            own = [part.base + reads["at"][reads["worker"] == w] for w in workers]
+            self._versions.append([versions[::-1].tolist() for versions in own])
 
     def next(self, server: int, worker: int) -> int | None:
         """Return the version of a server at a worker's next read of its rows; None for no read."""

@@ -77,11 +77,7 @@ class Setting:
         return None if tables_of(job) else make_loader(job)
 
     def fork(self, job: Job, memory: Memory) -> WorkerProcess:
-        """Fork a process that computes a worker's gradients with its own loader.
-
-        Raises:
-            ReplayEnded: In that process, at its end.
-        """
+        """Fork a process that computes a worker's gradients with its own loader."""
         return WorkerProcess(job, self.part, memory, lambda link: self.work(job, link))
 
     def work(self, job: Job, link: ReplayLink) -> None:
@@ -168,18 +164,17 @@ class PushMaker:
         assert job.worker_id is not None, "a server computes no gradient"
         self._job, self._worker = job, job.worker_id
         ranks, design = job.cluster, Design.of(job)
-        owners = list(enumerate(zip(ranks.roles.servers, job.shards, strict=True)))
-        remote = [
-            (k, shard) for k, (rank, shard) in owners if shard.size and not ranks.is_local(rank)
-        ]
+        owners = enumerate(zip(ranks.roles.servers, job.shards, strict=True))
+        remote = {k: shard for k, (rank, shard) in owners if not ranks.is_local(rank)}
         dims = [table.dim for table in design.tables]
         self._row_packers = {
             k: [SumsPacker(design.pushes, dim, self._worker, k, n) for n, dim in enumerate(dims)]
-            for k, rank in enumerate(ranks.roles.servers)
-            if not ranks.is_local(rank)
+            for k in remote
         }
         self.packers = {
-            k: Packer(design.pushes, shard, job.dtype, self._worker, 1) for k, shard in remote
+            k: Packer(design.pushes, shard, job.dtype, self._worker, 1)
+            for k, shard in remote.items()
+            if shard.size
         }
         pieces: dict[str, list[tuple[int, np.ndarray]]] = {}
         for packer in self.packers.values():

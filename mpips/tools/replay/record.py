@@ -16,15 +16,11 @@ from mpips.checkpoint.run_folder import CONFIG, DONE, SUMMARY
 from mpips.config import Config
 from mpips.config.jobfile import from_toml, read_toml
 from mpips.errors import UserError
-from mpips.library.start import DATASET
 from mpips.ps import replay_log
 from mpips.tools.replay.server_file import ServerRecord, damaged, read
 
-ABOUT = {"part", "owners", "config", "world", "workers", "spares", "block", "step", "resumed",
-         "started", "numpy", "samples", "tables"}  # fmt: skip
 OF_ALL = ("part", "owners", "config", "workers", "step", "resumed")  # equal in a job's files
 SAVED = "of which there is a checkpoint"
-WORLD = {"servers", "ranks", "node_of", "threads", "cpu"}
 
 
 @dataclass(frozen=True)
@@ -81,11 +77,6 @@ class Part:
         """Last update that all servers with a shard have recorded."""
         return self.base + self._updates(min(len(self.records[k]) for k in self.about["owners"]))
 
-    @property
-    def of_program(self) -> bool:
-        """Whether the job was started by a program's call of `mpips.run`."""
-        return self.config.dataset == DATASET
-
     @cached_property
     def config(self) -> Config:
         """Configuration of the job."""
@@ -130,8 +121,6 @@ def _read_part(folder: Path) -> Part | None:
     if not recorded:
         return None
     about = next(iter(recorded.values())).about
-    if missing := (ABOUT - set(about)) | (WORLD - set(about.get("world", ()))):
-        raise UserError(f"{folder} without {', '.join(sorted(missing))}", "a record of mpips")
     if f"part-{about['part']:04d}" != folder.name:
         raise damaged(f"{folder} with the record of job {about['part']}", "its own")
     servers = len(about["world"]["servers"])
@@ -217,7 +206,7 @@ def stopped_parts(parts: Sequence[Part], saved: Saved) -> set[int]:
 
 
 def damages_of(
-    run: Path, parts: Sequence[Part], saved: Saved, stopped: Collection[int] = ()
+    run: Path, parts: Sequence[Part], saved: Saved, stopped: Collection[int]
 ) -> dict[int, UserError]:
     """Return the errors of damaged records, by number of the job.
 

@@ -27,7 +27,6 @@ from mpips.problems.accumulate import Tasks
 from mpips.session.training import Ended
 from mpips.tools.replay.machine import Replay, batch_text
 from mpips.tools.replay.parts import Setting
-from mpips.tools.replay.pushes import PushReplay
 from mpips.tools.replay.record import Part, checkpoints_of, damages_of, read_parts, stopped_parts
 from mpips.tools.replay.rounds import RoundReplay, round_text
 from mpips.tools.replay.server_file import damaged
@@ -130,7 +129,6 @@ def replay_program(
     Raises:
         UserError: As `replay`. Also if the file does not exist, or the program never calls
             `mpips.run`.
-        ReplayEnded: In the processes of workers.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # forked processes have no pool of threads
     file = Path(words[0])
@@ -143,16 +141,14 @@ def replay_program(
             raise UserError("a replay of a program of JAX", "one of NumPy or PyTorch", remedy)
         for line in replay(run, until, out, lambda part: ProgramSetting(part, program)):
             write_line(line)
-        raise ReplayEnded(0, copied=False)
+        raise ReplayEnded
 
     argv, path = sys.argv, sys.path[:]
     sys.argv, library.instead = [str(file), *words[1:]], replayed
     sys.path.insert(0, str(file.resolve().parent))
     try:
         runpy.run_path(str(file), run_name="__main__")
-    except ReplayEnded as end:
-        if end.copied:
-            raise
+    except ReplayEnded:
         return
     finally:
         sys.argv, sys.path[:], library.instead = argv, path, None
@@ -180,7 +176,7 @@ def replay(
     if out is not None and out.suffix != NPZ:
         raise UserError(f"{out}", f"a name that ends in {NPZ}")
     parts = read_parts(run)
-    if make is Setting and any(part.of_program for part in parts):
+    if make is Setting and any(part.config.dataset == DATASET for part in parts):
         remedy = f"give its file and words behind the run: python -m mpips replay {run} PROGRAM ..."
         raise UserError(f"{run} of a program", "the program as well", remedy)
     saved = checkpoints_of(run, parts)
@@ -196,7 +192,7 @@ def replay(
         yield from warnings(part)
         with contextlib.closing(make(part)) as setting:
             own = saved.of(part, part.number in stopped)
-            replayed = (RoundReplay if part.in_rounds else PushReplay)(setting, own)
+            replayed = (RoundReplay if part.in_rounds else Replay)(setting, own)
             state = replayed.run(until)
             ends[part.number] = min(store.version for store in replayed.servers.values())
             if until is not None:
@@ -278,19 +274,15 @@ def update_texts(part: Part, until: int, servers: Sequence[int]) -> Iterator[str
         return
     for k in servers:
         records = part.records[k]
-        if until - part.base > len(records):
-            continue
         record = records[until - part.base - 1]
         worker, stale = int(record["worker"]), int(record["stale"])
         seq = int((records["worker"][: until - part.base] == worker).sum())
         first = part.records[servers[0]]
         own = first[first["worker"] == worker]
+        epoch, begin, count = (int(own[name][seq - 1]) for name in ("epoch", "begin", "samples"))
         text = f"update {until} of server {k}: push {seq} of worker {worker}, staleness {stale}"
-        if seq <= len(own):
-            push = own[seq - 1]
-            epoch, begin, count = (int(push[name]) for name in ("epoch", "begin", "samples"))
-            text += f", {batch_text((epoch, begin, begin + count))}, loss {float(push['loss']):.6g}"
-        yield text
+        batch, loss = batch_text((epoch, begin, begin + count)), float(own["loss"][seq - 1])
+        yield f"{text}, {batch}, loss {loss:.6g}"
 
 
 def save(out: Path, replayed: Replay, state: Mapping[int, Sequence[np.ndarray]]) -> None:

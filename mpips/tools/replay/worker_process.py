@@ -9,12 +9,12 @@ computes at a time.
 import contextlib
 import math
 import mmap
-import os
 import random
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from multiprocessing import Pipe
+from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from mpips.datasets.ledger import Range, part
 from mpips.datasets.loader import Loader
 from mpips.errors import Failure, UserError
 from mpips.kernels.vectors import scale, sum_squares
+from mpips.launch.mpirun import when_orphaned
 from mpips.layout.roles import Roles
 from mpips.mpi.collectives import Arrays
 from mpips.mpi.pages import MAP_NORESERVE
@@ -210,16 +211,7 @@ def _zeros(field: Field) -> np.ndarray:
 
 
 class ReplayEnded(BaseException):
-    """End of a replay, raised to leave the program in this process.
-
-    Args:
-        code: Exit code.
-        copied: Whether this is the forked process of a worker, which must exit.
-    """
-
-    def __init__(self, code: int, copied: bool) -> None:
-        super().__init__(code)
-        self.code, self.copied = code, copied
+    """End of a replay, raised to leave the program in this process."""
 
 
 class ReplayLink:
@@ -248,7 +240,7 @@ class ReplayLink:
         """Compute a gradient for each batch that the replay sends.
 
         Raises:
-            ReplayEnded: When the replay has closed the pipe.
+            ReplayEnded: At the end of the replay.
         """
         if tables := tables_of(job):
             ranks = JobRanks(self._part, job.cluster.rank)
@@ -274,17 +266,29 @@ class ReplayLink:
         """Receive a message of the replay. Blocks: until there is one.
 
         Raises:
-            ReplayEnded: When the replay has closed the pipe.
+            ReplayEnded: At the end of the replay.
         """
-        try:
-            return self.pipe.recv()
-        except EOFError:
-            raise ReplayEnded(0, copied=True) from None
+        message = self.pipe.recv()
+        if message is None:
+            raise ReplayEnded
+        return message
 
     def send(self, kind: str, payload: Any = None) -> None:
         """Send a message to the replay."""
         with contextlib.suppress(BrokenPipeError):  # the replay has ended with an error
             self.pipe.send((kind, payload))
+
+
+def _work(link: ReplayLink, work: Callable[[ReplayLink], object]) -> None:
+    """Call `work` in the process of a worker, and report its end to the replay."""
+    when_orphaned(signal.SIGKILL)()
+    with contextlib.suppress(ReplayEnded):
+        try:
+            work(link)
+            link.send("left")
+        except Exception as error:
+            text = str(error) if isinstance(error, UserError) else traceback.format_exc()
+            link.send("failed", text)
 
 
 class WorkerProcess:
@@ -295,12 +299,7 @@ class WorkerProcess:
         part: Record of the job.
         memory: Window fields of servers and workers, for tables.
         work: Function that the forked process calls; it returns when the worker's loop has ended.
-
-    Raises:
-        ReplayEnded: In the forked process, at its end.
     """
-
-    _living: "list[WorkerProcess]" = []  # noqa: RUF012  a forked process closes the others' pipes
 
     def __init__(
         self, job: Job, part: Part, memory: Memory, work: Callable[[ReplayLink], object]
@@ -313,28 +312,9 @@ class WorkerProcess:
         self._pipe, other_end = Pipe()
         self._link = ReplayLink(other_end, job, part, memory)
         self._number, self._grad = 0, self._link.grad
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self._process = os.fork()
-        if not self._process:
-            self._work(work)
+        self._process = get_context("fork").Process(target=_work, args=(self._link, work))
+        self._process.start()
         other_end.close()
-        self._living.append(self)
-
-    def _work(self, work: Callable[[ReplayLink], object]) -> None:
-        """Call `work` in the forked process, and report its end to the replay."""
-        link = self._link
-        for other in (*self._living, self):
-            other._pipe.close()
-        self._living.clear()
-        try:
-            work(link)
-            link.send("left")
-        except Exception as error:
-            text = str(error) if isinstance(error, UserError) else traceback.format_exc()
-            link.send("failed", text)
-            raise ReplayEnded(1, copied=True) from None
-        raise ReplayEnded(0, copied=True)
 
     def begin(self, number: int, batch: Range, replica: np.ndarray, grad: np.ndarray) -> None:
         """Request a gradient; see `Computer.gradient`."""
@@ -394,7 +374,5 @@ class WorkerProcess:
 
     def end(self) -> None:
         """End the forked process. Blocks: until it has ended."""
-        if self in self._living:
-            self._living.remove(self)
-            self._pipe.close()
-            os.waitpid(self._process, 0)
+        self._send(None)
+        self._process.join()

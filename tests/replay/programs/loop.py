@@ -18,7 +18,7 @@ TABLES = {
 }
 x = np.random.default_rng(3).normal(size=(N, FEATURES))
 y = x[:, :6] @ np.arange(6) + 0.5
-pushed: list[int] = []
+pushed, stop = list[int](), 12  # behind so many pushes a worker stops a run that is new
 
 
 def squares(params: dict[str, np.ndarray], batch: Batch) -> dict[str, float]:
@@ -26,52 +26,45 @@ def squares(params: dict[str, np.ndarray], batch: Batch) -> dict[str, float]:
     return {"loss": float(((batch.x @ params["w"] + params["b"] - batch.y) ** 2).mean())}
 
 
-class Train:
-    """The loop of a worker that stops the run behind so many pushes."""
+def train(worker: mpips.Worker) -> None:
+    """Push, and now and then what an evaluation, or rows that were read again, change."""
 
-    def __init__(self, stop: int) -> None:
-        self._stop = stop
+    def means(params: dict[str, np.ndarray], batch: Batch) -> dict[str, float]:
+        items = worker.pull_rows("item", batch.ids % ROWS)
+        return {"loss": float(np.square(items).mean() + params["b"])}
 
-    def __call__(self, worker: mpips.Worker) -> None:
-        """Push, and now and then what an evaluation, or rows that were read again, change."""
-
-        def means(params: dict[str, np.ndarray], batch: Batch) -> dict[str, float]:
-            items = worker.pull_rows("item", batch.ids % ROWS)
-            return {"loss": float(np.square(items).mean() + params["b"])}
-
-        np.random.seed(worker.id)
-        for batch in worker.batches((x, y), batch_size=10, epochs=EPOCHS):
-            often = batch.epoch in (0, EPOCHS - 1)
-            items, users = batch.ids % (ROWS if often else FEW), batch.ids * 7 % ROWS
-            ours, theirs = worker.pull_rows("item", items), worker.pull_rows("user", users)
-            if len(pushed) % 5 == worker.id:
-                ours = ours + worker.evaluate(means, 20)["loss"] * worker.pull_rows("item", items)
-            noisy, params = batch.x + 0.01 * np.random.normal(size=batch.x.shape), worker.pull()
-            error = noisy @ params["w"] + params["b"] + (ours * theirs).sum(axis=1) - batch.y
-            worker.push_rows("item", items, error[:, None] * theirs / len(batch))
-            worker.push_rows("user", users, error[:, None] * ours / len(batch))
-            worker.grads["w"][:], worker.grads["b"][...] = error @ noisy / len(batch), error.mean()
-            if len(pushed) % 7 == worker.id:
-                found = worker.evaluate(squares, (x[:50], y[:50]))
-                worker.grads["w"][:] *= 1 / (1 + found["loss"])
-                worker.log(seen=found["loss"])
-            pushed.append(len(batch))
-            worker.push(float(np.square(error).mean() / 2))
-            if len(pushed) == self._stop:
-                worker.stop()
+    np.random.seed(worker.id)
+    for batch in worker.batches((x, y), batch_size=10, epochs=EPOCHS):
+        often = batch.epoch in (0, EPOCHS - 1)
+        items, users = batch.ids % (ROWS if often else FEW), batch.ids * 7 % ROWS
+        ours, theirs = worker.pull_rows("item", items), worker.pull_rows("user", users)
+        if len(pushed) % 5 == worker.id:
+            ours = ours + worker.evaluate(means, 20)["loss"] * worker.pull_rows("item", items)
+        noisy, params = batch.x + 0.01 * np.random.normal(size=batch.x.shape), worker.pull()
+        error = noisy @ params["w"] + params["b"] + (ours * theirs).sum(axis=1) - batch.y
+        worker.push_rows("item", items, error[:, None] * theirs / len(batch))
+        worker.push_rows("user", users, error[:, None] * ours / len(batch))
+        worker.grads["w"][:], worker.grads["b"][...] = error @ noisy / len(batch), error.mean()
+        if len(pushed) % 7 == worker.id:
+            found = worker.evaluate(squares, (x[:50], y[:50]))
+            worker.grads["w"][:] *= 1 / (1 + found["loss"])
+            worker.log(seen=found["loss"])
+        pushed.append(len(batch))
+        worker.push(float(np.square(error).mean() / 2))
+        if len(pushed) == stop:
+            worker.stop()
 
 
 def main(out: str | Path, dtype: str, codec: str, changed: str = "0") -> int:
     """Run; returns the exit code."""
-    global y
-    y = y + float(changed)
+    global y, stop
+    y, stop = y + float(changed), 0 if Path(out, "record", "part-0001").exists() else stop
     pushed.clear()
-    train = Train(0 if Path(out, "record", "part-0001").exists() else 12)
-    options = {"mode": "async", "servers": 2, "dtype": dtype, "node_size": 2, "codec": codec}
     result = mpips.run(
         train, {"w": np.zeros(FEATURES), "b": np.zeros(())}, mpips.Adam(0.001), tables=TABLES,
         evaluate=squares, held_out=(x, y), out=out, read="consistent", record=True, resume="auto",
-        quiet=True, checkpoint_every="40steps", keep=100, clip=5.0, **options,
+        quiet=True, checkpoint_every="40steps", keep=100, clip=5.0, mode="async", servers=2,
+        dtype=dtype, node_size=2, codec=codec,
     )  # fmt: skip
     return 0 if result.reason in ("stopped", "epochs") else 1
 

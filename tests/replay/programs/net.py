@@ -15,20 +15,11 @@ ids = torch.arange(N)
 samples = torch.utils.data.TensorDataset(ids, ids % KINDS)
 
 
-class Net(torch.nn.Module):
-    """An embedding and two layers."""
-
-    def __init__(self, rows: type[torch.nn.Module], **options: int) -> None:
-        super().__init__()
-        self.rows = rows(ROWS, DIM, **options)
-        self.first, self.norm = torch.nn.Linear(DIM, 16), torch.nn.BatchNorm1d(16)
-        self.last = torch.nn.Linear(16, KINDS)
-
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        """Return what the kinds are given."""
-        hidden = F.dropout(F.relu(self.norm(self.first(self.rows(given)))), 0.2, self.training)
-        found: torch.Tensor = self.last(hidden)
-        return found
+def net(rows: type[torch.nn.Module], **options: int) -> torch.nn.Sequential:
+    """Return an embedding and two layers."""
+    inner = (torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Dropout(0.2))
+    layers = (torch.nn.Linear(DIM, 16), *inner, torch.nn.Linear(16, KINDS))
+    return torch.nn.Sequential(rows(ROWS, DIM, **options), *layers)
 
 
 def metrics(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
@@ -44,7 +35,7 @@ def train(worker: mt.Worker) -> None:
     loader = worker.loader(samples, batch_size=15, epochs=EPOCHS)
     for epoch in worker.epochs(EPOCHS):
         for number, (given, kinds) in enumerate(loader):
-            model.first.bias.requires_grad_(epoch < 2 or number < 2)
+            model[1].bias.requires_grad_(epoch < 2 or number < 2)
             optimizer.zero_grad()
             rows = given % (ROWS if epoch in (0, EPOCHS - 1) else ROWS // 3)
             F.cross_entropy(model(rows), kinds).backward()
@@ -55,13 +46,13 @@ def train(worker: mt.Worker) -> None:
 def main(out: str | Path, mode: str) -> int:
     """Run; returns the exit code."""
     if mode == "hybrid":
-        net, rule = functools.partial(Net, mt.Embedding, evict_after=1), mpips.Adam(0.01)
+        model, rule = functools.partial(net, mt.Embedding, evict_after=1), mpips.Adam(0.01)
     else:
-        net, rule = functools.partial(Net, torch.nn.Embedding), mpips.AdamW(0.01)
-    options = {"servers": 2, "read": "consistent", "record": True, "quiet": True, "keep": 100}
+        model, rule = functools.partial(net, torch.nn.Embedding), mpips.AdamW(0.01)
     result = mt.run(
-        train, net, rule, evaluate=metrics, held_out=samples, out=out, mode=mode,
-        resume="auto", checkpoint_every="30steps", node_size=2, **options,
+        train, model, rule, evaluate=metrics, held_out=samples, out=out, mode=mode, resume="auto",
+        checkpoint_every="30steps", node_size=2, servers=2, read="consistent", record=True,
+        quiet=True, keep=100,
     )  # fmt: skip
     return int(result.code)
 
