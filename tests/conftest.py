@@ -22,20 +22,13 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 MULTI_RANK = HERE / "mpi"
-LONGEST = [  # each of half a minute or more, if with its long tests, the longest first
+LONGEST = [  # the longest first
     HERE / f"{name}.py"
     for name in (
         *("config/test_jobs", "chaos/test_chaos", "test_worlds", "config/test_job_scripts"),
         *("session/test_stops", "checkpoint/test_damage", "session/test_formats"),
         *("library/test_library", "session/test_bad_input", "replay/test_replay"),
         *("matrix/test_counts", "pytorch/test_torch", "pytorch/test_scripts", "test_guide"),
-        *("bench/test_bench", "library/test_jax", "matrix/test_twins", "slurm/test_sbatch"),
-        *("pytorch/test_lightning", "pytorch/test_embeddings"),
-        *("matrix/test_serial", "chaos/test_exact", "kernels/test_kernels"),
-        *("problems/test_sparse_problems", "doctor/test_doctor", "launching/test_supervise"),
-        *("snapshot/test_storage", "slurm/test_slurm_shell", "strategies/test_convergence"),
-        *("optim/test_own_rules", "pytorch/test_processes"),
-        *("config/test_command_line", "launching/test_remote_execution"),
     )
 ]
 PROCESSES = 4  # at most: each may run a job of 8 ranks, and no file can be shared out

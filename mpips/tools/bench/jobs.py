@@ -13,7 +13,7 @@ from typing import Any
 from mpips.errors import UserError
 from mpips.launch.mpirun import Running
 from mpips.session.metrics import write_json
-from mpips.tools.bench.measure import Catalogue, Measure, Options, Row, aims_for, say_rows, table
+from mpips.tools.bench.measure import Catalogue, Measure, Options, Row, say_row, table
 
 LIMIT_S = 900.0
 TAIL = 2000  # characters of a failed job's output in an error
@@ -96,9 +96,8 @@ def drive(measures: Catalogue, names: Sequence[str], options: Options, path: Pat
         start, outcome = time.perf_counter(), ""
         try:
             for row in part():
-                new = aims_for(options, [row])
-                say_rows(new)
-                rows += new
+                rows.append(options.aimed(row))
+                say_row(rows[-1])
         except (Failed, UserError) as error:  # rows before the error stay
             report["failed"].append(label)
             outcome = f", failed: {error}"

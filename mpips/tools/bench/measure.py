@@ -7,7 +7,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,10 @@ class Options:
         """Return the sizes to measure: the option's, or the default of a measure."""
         return self.sizes or (quick if self.quick else normal)
 
+    def aimed(self, row: "Row") -> "Row":
+        """Return a row; for a quick run, without its aim."""
+        return replace(row, reach=None) if self.quick else row
+
     def times(self, bounds: tuple[int, int], wanted: int) -> int:
         """Return the number of iterations in one repeat: `wanted` within bounds, or a tenth."""
         least, most = bounds
@@ -48,24 +52,13 @@ class Options:
 
 
 class Ratio(float):
-    """The median of several ratios, with their spread.
+    """The median of several ratios.
 
-    Args:
-        ratios: All ratios, or only their median.
-        spread: Smallest and largest ratio, if `ratios` is the median.
+    Attributes:
+        spread: Smallest and largest ratio; None if there is only one.
     """
 
-    spread: tuple[float, float] | None
-
-    def __new__(
-        cls, ratios: Sequence[float] | float, spread: Sequence[float] | None = None
-    ) -> "Ratio":
-        """Create the float of the median."""
-        if isinstance(ratios, Sequence):
-            spread, ratios = (min(ratios), max(ratios)), statistics.median(ratios)
-        self = super().__new__(cls, ratios)
-        self.spread = None if spread is None else (spread[0], spread[1])
-        return self
+    spread: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +89,7 @@ class Row:
     @property
     def spread(self) -> tuple[float, float] | None:
         """Smallest and largest ratio, if there are several; else None."""
-        return self.ratio.spread if isinstance(self.ratio, Ratio) else None
+        return getattr(self.ratio, "spread", None)
 
     @property
     def reached(self) -> bool:
@@ -111,12 +104,9 @@ class Row:
     def from_json(cls, data: Mapping[str, Any]) -> "Row":
         """Build a row from the value of `to_json`."""
         row = cls(**{field.name: data[field.name] for field in fields(cls)})
-        return replace(row, ratio=Ratio(row.ratio, data["spread"]))
-
-
-def aims_for(options: Options, rows: Iterable[Row]) -> list[Row]:
-    """Return the rows; for a quick run, without their aims."""
-    return [replace(row, reach=None) for row in rows] if options.quick else list(rows)
+        ratio = Ratio(row.ratio)
+        ratio.spread = data["spread"] and tuple(data["spread"])
+        return replace(row, ratio=ratio)
 
 
 def in_turn(
@@ -154,7 +144,9 @@ def in_turn(
 def compare(mine: Sequence[float], other: Sequence[float]) -> tuple[float, float, Ratio]:
     """Return the medians of two series of times taken in turn, and of the ratios other / mine."""
     ratios = [b / a for a, b in zip(mine, other, strict=True)]
-    return statistics.median(mine), statistics.median(other), Ratio(ratios)
+    ratio = Ratio(statistics.median(ratios))
+    ratio.spread = min(ratios), max(ratios)
+    return statistics.median(mine), statistics.median(other), ratio
 
 
 def rates(names: Names, work: float, unit: str, times: Both, reach: float | None = None) -> Row:
@@ -207,10 +199,9 @@ def _cells(row: Row) -> tuple[str, ...]:
     return row.measure, row.case, mine, other, row.beside, f"{row.ratio:.2f}", spread, aim
 
 
-def say_rows(rows: Sequence[Row]) -> None:
-    """Print new rows to stderr, before the final table of all rows."""
-    for row in rows:
-        print(f"  {'  '.join(filter(None, _cells(row)))}", file=sys.stderr, flush=True)
+def say_row(row: Row) -> None:
+    """Print a new row to stderr, before the final table of all rows."""
+    print(f"  {'  '.join(filter(None, _cells(row)))}", file=sys.stderr, flush=True)
 
 
 def bytes_text(size: int) -> str:

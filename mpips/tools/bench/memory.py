@@ -67,50 +67,45 @@ def _watch(folder: Path, width: int, watched_s: float) -> tuple[list[float], lis
     options += ["--optimizer", "adam", "--lr", "1e-5", "--epochs", "100000", "--eval-every", "0"]
     options += ["--checkpoint-every", "0", "--out", "run"]
     with Running(3, [*TRAIN, *options], folder) as job:
-        watcher = Watcher(job)
         log = folder / "run" / METRICS
-        watcher.until(lambda: '"checkpoint"' in text_of(log))  # the checkpoint of step 0 is written
-        since = len(watcher.seen)
+        seen = _sizes_until(job, lambda _: '"checkpoint"' in text_of(log))  # of step 0
         ends = time.monotonic() + watched_s
-        watcher.until(lambda: time.monotonic() > ends and len(watcher.seen) > since + 1)
-        late = watcher.seen[since + (len(watcher.seen) - since) // 2 :]
+        steps = _sizes_until(job, lambda count: time.monotonic() > ends and count > 1)
+        late = steps[len(steps) // 2 :]
         steady, own = (
             [statistics.median(size[k] for size in sizes) for sizes in zip(*late, strict=True)]
             for k in (0, 1)
         )
         os.kill(job.ranks()[SERVER], signal.SIGUSR1)
-        watcher.until(lambda: job.process.poll() is not None)
+        seen += steps + _sizes_until(job, lambda _: job.process.poll() is not None)
         if job.process.returncode != Exit.SAVED:
             raise Failed(job.output()[-TAIL:])
-    return steady, own, max(sizes[SERVER][1] for sizes in watcher.seen)
+    return steady, own, max(sizes[SERVER][1] for sizes in seen)
 
 
-class Watcher:
-    """Repeated reader of the memory of a job's ranks.
+def _sizes_until(job: Running, done: Callable[[int], bool]) -> list[list[tuple[float, float]]]:
+    """Read the memory of a job's ranks repeatedly.
 
-    Attributes:
-        seen: Results of `_sizes_mb` for all ranks, each time that all were running.
+    Args:
+        job: The job.
+        done: Function of the number of results so far, which returns whether to end.
+
+    Returns:
+        Results of `_sizes_mb` for all ranks, each time that all were running.
+
+    Raises:
+        Failed: If the job ends before, or takes too long.
     """
-
-    def __init__(self, job: Running) -> None:
-        self._job = job
-        self.seen: list[list[tuple[float, float]]] = []
-
-    def until(self, done: Callable[[], bool]) -> None:
-        """Read the memory repeatedly until `done` returns True.
-
-        Raises:
-            Failed: If the job ends before, or takes too long.
-        """
-        ends = time.monotonic() + LIMIT_S
-        while not done():
-            ended = self._job.process.poll() is not None
-            if (ended and not done()) or time.monotonic() > ends:
-                raise Failed(self._job.output()[-TAIL:])
-            sizes = [_sizes_mb(pid) for pid in self._job.ranks()]
-            if len(sizes) == 3 and all(size for size, _ in sizes):
-                self.seen.append(sizes)
-            time.sleep(PERIOD_S)
+    seen, ends = list[list[tuple[float, float]]](), time.monotonic() + LIMIT_S
+    while not done(len(seen)):
+        ended = job.process.poll() is not None
+        if (ended and not done(len(seen))) or time.monotonic() > ends:
+            raise Failed(job.output()[-TAIL:])
+        sizes = [_sizes_mb(pid) for pid in job.ranks()]
+        if len(sizes) == 3 and all(size for size, _ in sizes):
+            seen.append(sizes)
+        time.sleep(PERIOD_S)
+    return seen
 
 
 def _sizes_mb(pid: int) -> tuple[float, float]:

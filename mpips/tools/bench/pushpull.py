@@ -46,21 +46,15 @@ class Exchange:
         self._half = half = assemble(cluster, design)
         self.server: AsyncServer | None = None
         if isinstance(half, ServerHalf):
-            self.server = self._serve(half)
-            self.remote_way = way_of(design, half.open(self._serve_until))
+            half.server.params[:] = 1
+            half.server.start_from(0)
+            server = self.server = AsyncServer(job, half)
+            opened = half.open(lambda request: server.serve_until(request.Test))
+            self.remote_way = way_of(design, opened)
             return
         self.remote_way, self.puller, self.sender = half.remote_way, half.puller, half.sender
         self._steps = gradient_steps(job, half)
         self.worker = AsyncWorker(job, half, self._steps)
-
-    def _serve(self, half: ServerHalf) -> AsyncServer:
-        half.server.params[:] = 1
-        half.server.start_from(0)
-        return AsyncServer(self._job, half)
-
-    def _serve_until(self, request: Request) -> None:
-        assert self.server is not None, "workers wait otherwise"
-        self.server.serve_until(request.Test)
 
     def tasks(self) -> Tasks[None]:
         """Return the tasks of a worker's step: pull, compute and push."""

@@ -16,7 +16,7 @@ from mpips.mpi.process import cores, cpu_name
 from mpips.mpi.start import check_world, mpi_name, whole_world
 from mpips.mpi.world import Cluster
 from mpips.session.metrics import write_json
-from mpips.tools.bench.measure import Catalogue, Options, Row, aims_for, say_rows, table
+from mpips.tools.bench.measure import Catalogue, Options, Row, say_row, table
 
 T = TypeVar("T")
 Rows: TypeAlias = Generator[Row, None, T]
@@ -61,9 +61,9 @@ def _measure(
         work = partial(measure.run, options=options)
         alone = measure.worlds == (1,)
         for row in among(ranks, (0,), work) if alone else work(ranks):
-            rows += aims_for(options, [row])
+            rows.append(options.aimed(row))
             if ranks.rank == 0:
-                say_rows(rows[-1:])
+                say_row(rows[-1])
     if ranks.rank == 0:
         if path:
             write_json(path, {"machine": facts(), "rows": [row.to_json() for row in rows]})
