@@ -1,6 +1,10 @@
 """The page, its figures and numbers, and the command that makes them."""
 
+import html
+import json
+import math
 import re
+import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -14,6 +18,7 @@ from matplotlib.figure import Figure as Canvas
 from mpips.errors import UserError
 from mpips.tools.report import __main__ as command
 from mpips.tools.report.__main__ import render, sections
+from mpips.tools.report.curves import GRID, Curve, Point, band
 from mpips.tools.report.figures import Figure, groups
 from mpips.tools.report.record import Record, read
 
@@ -38,7 +43,8 @@ def drawn(figure: Figure) -> Axes:
 
 
 def by_name(*runs: Record) -> dict[str, Figure]:
-    return {figure.name: figure for part in sections(runs)[1] for figure in part.figures}
+    parts = sections(groups(runs)).values()
+    return {figure.name: figure for part in parts for figure in part}
 
 
 # Figures.
@@ -133,7 +139,7 @@ def test_runs_lie_over_each_other_and_seeds_are_a_band(tmp_path: Path) -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
     """Eleven runs: one has a name that would be read as something else, one has diverged."""
     folder = tmp_path_factory.mktemp("runs")
-    out = whole(folder / HOSTILE, scale=1.5, problem="x</pre><script>.py:A")
+    out = whole(folder / HOSTILE, scale=1.5, problem=f"{'x' * 120}</pre><script>.py:A")
     found = [read(out, HOSTILE)]
     found += [read(whole(folder / f"{k}", scale=k, lr=float(k)), f"{k}") for k in range(2, 11)]
     came = {"loss": "nan", "eval_loss": "inf", "staleness": 1}
@@ -212,3 +218,105 @@ def test_what_is_refused(
             patch.setitem(sys.modules, module, None)
             with pytest.raises(UserError, match=rf"no {package}.*'mpips\[report\]'"):
                 command.make(["a"])
+
+
+# The page in a real browser, where there is one: Debian's chromium.
+
+LOOK = """<script>
+addEventListener("load", () => {
+  const root = document.documentElement, table = document.getElementById("sortable");
+  const box = (e) => e.getBoundingClientRect();
+  const out = (e) => box(e).right > root.clientWidth + 1 && !e.closest(".scroll, svg");
+  const shown = () => [...document.querySelectorAll("figure")].filter((f) => box(f).height > 0);
+  const texts = shown().flatMap((f) => [...f.querySelectorAll("svg text")]);
+  const found = {
+    scrolled: root.scrollWidth - root.clientWidth, time: shown().map((f) => f.id),
+    out: [...document.querySelectorAll("body *")].filter(out).map((e) => e.outerHTML.slice(0, 80)),
+    smallest: Math.min(...texts.map((t) => box(t).height)),
+  };
+  document.getElementById("against-updates").click();
+  found.updates = shown().map((f) => f.id);
+  const press = (k) => {
+    table.querySelectorAll("th button")[k].click();
+    return [...table.tBodies[0].rows].map((r) => r.cells[k].textContent);
+  };
+  found.sorted = [press(0), press(0)];
+  document.title = JSON.stringify(found);
+});
+</script>"""
+
+
+@pytest.mark.parametrize("width", [500, 1600])
+def test_the_page_in_a_browser(page: str, width: int, tmp_path: Path, browser: str) -> None:
+    """It fits and can be read; a choice changes figures; the table is sorted; nothing is told."""
+    file = tmp_path / "page.html"
+    file.write_text(page.replace("</body>", f"{LOOK}</body>"))
+    words = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    words += [f"--window-size={width},900", "--dump-dom", file.as_uri()]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "CONSOLE" not in done.stderr, done.stderr
+    found = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", done.stdout, re.S)[1]))
+    assert (found["scrolled"], found["out"]) == (0, [])
+    assert found["smallest"] > 9
+    for axis, others in (("time", ("samples", "updates")), ("updates", ("time", "samples"))):
+        assert f"accuracy-{axis}" in found[axis]
+        assert not {f"accuracy-{other}" for other in others} & set(found[axis])
+    up, down = found["sorted"]
+    numbers = [f"{k}" for k in range(2, 11)]
+    assert [name for name in up if name in numbers] == numbers, "as numbers"
+    assert down == up[::-1]
+
+
+# Curves.
+
+
+def curve(values: list[float]) -> Curve:
+    made = Curve()
+    for k, value in enumerate(values):
+        made.add(Point(float(k), k, k, k, value))
+    return made
+
+
+def test_points_and_means() -> None:
+    """Means are of equally long stretches, of what is finite; few points stay as they are."""
+    made = curve([float(k % 10) if k % 4 else math.nan for k in range(10_000)])
+    found = made.means(100)
+    assert (made.count, 60 <= len(found) <= 100) == (10_000, True)
+    assert (abs(found.value - 5) < 0.5).all()
+    assert found.seconds.tolist() == list(range(50, 10_000, 100)), "the middle of each"
+    assert len(made.smooth) == GRID
+    assert math.isnan(curve([math.nan]).means()[0].value)
+    few = curve([1.0, 5.0, 2.0])
+    assert [p.value for p in few.smooth] == [1.0, 5.0, 2.0]
+    assert few.last == few.points[-1].tolist() == (2.0, 2.0, 2.0, 2.0, 2.0)
+    assert curve([]).last is None
+
+
+def line(*points: tuple[float, float]) -> tuple[np.ndarray, np.ndarray]:
+    x, y = np.array(points).T
+    return x, y
+
+
+def test_a_band() -> None:
+    """Where two of three curves are, in any order of their points."""
+    x, low, mid, high = band(
+        [line((0, 0), (10, 10)), line((10, 11), (0, 1)), line((0, 5), (5, 10))]
+    )
+    assert (x[0], x[-1]) == (0, 10)
+    assert np.allclose(low, x)
+    assert np.allclose(mid[x > 5], x[x > 5] + 0.5)
+    assert np.allclose(mid[x < 5], x[x < 5] + 1)
+    assert np.allclose(high[x < 5], x[x < 5] + 5)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_band_of_curves_that_do_not_meet() -> None:
+    one = line((0, 1), (1, 1))
+    x, low, _, high = band([one, line((9, 2), (10, 2))])
+    assert np.isnan(low[(x > 1) & (x < 9)]).all()
+    assert (low[0], high[-1]) == (1.0, 2.0)
+    _, low, _, high = band([one, line((0.9, 2), (10, 2))])  # they meet for a hundredth of the way
+    assert (low[0], high[-1]) == (1.0, 2.0)
+    assert np.isfinite(low).all()
+    assert np.allclose(band([one])[2], 1.0)

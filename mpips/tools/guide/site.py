@@ -6,10 +6,10 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from mpips import extras
 from mpips.errors import UserError
 from mpips.tools.guide.pages import FOLDER, SECTIONS, TOPICS, headline, page
 
@@ -61,10 +61,8 @@ def _replaceable(target: Path) -> bool:
 
 
 def _mkdocs(*words: str) -> None:
-    missing = [name for name in ("material", "mkdocstrings") if find_spec(name) is None]
-    if missing:
-        got = "mkdocs-material and mkdocstrings are not installed"
-        raise UserError(got, "the extra docs", "pip install 'mpips[docs]'")
+    for module, package in (("material", "mkdocs-material"), ("mkdocstrings", "mkdocstrings")):
+        extras.find(module, package, "docs", "makes the site")
     with TemporaryDirectory() as name:
         sources = Path(name)
         _write(sources)

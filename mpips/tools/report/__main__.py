@@ -18,8 +18,8 @@ from mpips.errors import UserError, answer, counted, human_bytes
 from mpips.tools.report import loads, progress
 from mpips.tools.report.figures import (
     VARIABLES,
+    Figure,
     Group,
-    Section,
     Table,
     draw_svg,
     groups,
@@ -34,13 +34,13 @@ BEST: Mapping[str, Callable[..., float]] = {"eval_loss": min, "accuracy": max}
 PAGE = Path("report.html")
 
 
-def sections(runs: Sequence[Record]) -> tuple[list[Group], list[Section]]:
-    """Return the groups of some runs, and the sections of figures that have data."""
-    grouped = groups(runs)
-    course = progress.curves(grouped)
-    if any(run.jobs for run in runs):
-        course.figures.append(progress.events(grouped))
-    return grouped, [section for section in (course, loads.loads(grouped)) if section.figures]
+def sections(groups: Sequence[Group]) -> dict[str, list[Figure]]:
+    """Return the figures that have data by the title of their section."""
+    course = progress.curves(groups)
+    if any(run.jobs for group in groups for run in group.runs):
+        course.append(progress.events(groups))
+    found = {"Progress": course, "Where it went": loads.loads(groups)}
+    return {title: figures for title, figures in found.items() if figures}
 
 
 def render(runs: Sequence[Record]) -> str:
@@ -53,20 +53,21 @@ def render(runs: Sequence[Record]) -> str:
     environment = jinja.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True,
                                     undefined=jinja.StrictUndefined)  # fmt: skip
     environment.filters.update(shown=shown, css=VARIABLES.__getitem__)
-    grouped, parts = sections(runs)
+    grouped = groups(runs)
+    parts = sections(grouped)
+    figures = [figure for part in parts.values() for figure in part]
     table, best = run_table(runs)
     alone = runs[0] if len(runs) == 1 else None
     drawn = {
         figure.name: jinja.utils.markupsafe.Markup(draw_svg(figure.name, figure.draw))
-        for section in parts
-        for figure in section.figures
+        for figure in figures
     }
     return environment.from_string(TEMPLATE.read_text()).render(
         title=alone.name if alone else f"{len(runs)} runs",
         runs=runs, groups=grouped, sections=parts, drawn=drawn, table=table, best=best,
         tiles=[("state", table.rows[0][1]), *tiles(alone)] if alone else [],
         chosen=changed(alone) if alone else None,
-        against=progress.AXES, choices=[f.against for p in parts for f in p.figures if f.against],
+        against=progress.AXES, choices=[figure.against for figure in figures if figure.against],
         version=__version__, made=time.strftime("%Y-%m-%d %H:%M %Z"),
     )  # fmt: skip
 

@@ -4,7 +4,7 @@ import io
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -118,14 +118,6 @@ class Figure:
             for row in self.table.rows[:READ]
         )
         return f"{self.title}. {'; '.join(rows)}"
-
-
-@dataclass
-class Section:
-    """Figures under a common title."""
-
-    title: str
-    figures: list[Figure] = field(default_factory=list)
 
 
 def shown(value: Any) -> str:

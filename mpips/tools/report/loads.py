@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpips.errors import human_bytes
-from mpips.tools.report.figures import Figure, Group, Section, Table, number, time_unit, tip
+from mpips.tools.report.figures import Figure, Group, Table, number, time_unit, tip
 from mpips.tools.report.record import Record
 
 if TYPE_CHECKING:
@@ -28,14 +28,13 @@ FEW = 6  # with fewer bars, the axis is widened
 SHARE = 0.999  # share of updates that the histogram shows
 
 
-def loads(groups: Sequence[Group]) -> Section:
+def loads(groups: Sequence[Group]) -> list[Figure]:
     """Return the figures for which the summaries have data."""
     runs = [min(g.runs, key=lambda r: not r.summary) for g in groups if g.shown]
     runs = [run for run in runs if run.summary]
     stale = [group for group in groups if any(_histogram(run).any() for run in group.runs)]
     figures = [_staleness(stale, len(groups) > 1)] if stale else []
-    figures += filter(None, (make(runs) for make in (_workers, _servers, _bytes)))
-    return Section("Where it went", figures)
+    return [*figures, *filter(None, (make(runs) for make in (_workers, _servers, _bytes)))]
 
 
 def _histogram(run: Record) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Phases of each rank, and the rank that ended each wait."""
 
+import functools
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -77,7 +78,7 @@ def waits(ranks: Sequence[Traced], slices: Sequence[Slices]) -> list[Waits]:
     nodes = [int(traced.about["node"]) for traced in ranks]
     applied = status_board.APPLYING
     serving = {node for node, own in zip(nodes, slices, strict=True) if applied in own.whats}
-    known: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
+    ends = functools.cache(functools.partial(_ends, slices, nodes))
     ended = []
     for k, (traced, own) in enumerate(zip(ranks, slices, strict=True)):
         n = len(own.whats)
@@ -89,10 +90,7 @@ def waits(ranks: Sequence[Traced], slices: Sequence[Slices]) -> list[Waits]:
             worker = _worker(traced) if wait == status_board.BUFFER else -1  # only its own pushes
             remote = wait == status_board.SHARD and serving - {nodes[k]}
             excluded = nodes[k] if remote else -1  # reads of remote shards take longest
-            if (phase, worker, excluded) not in known:
-                counted = [node != excluded for node in nodes]
-                known[phase, worker, excluded] = _ends(slices, phase, worker, counted)
-            times, whos = known[phase, worker, excluded]
+            times, whos = ends(phase, worker, excluded)
             at = np.searchsorted(times, own.ends[which], "right") - 1
             which, at = which[at >= 0], at[at >= 0]
             seen = (times[at] > own.begins[which]) & (whos[at] != k)
@@ -108,19 +106,20 @@ def _worker(traced: Traced) -> int:
 
 
 def _ends(
-    slices: Sequence[Slices], phase: int, worker: int, counted: Sequence[bool]
+    slices: Sequence[Slices], nodes: Sequence[int], phase: int, worker: int, excluded: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the times at which ranks left a phase, ascending, and the index of each rank.
 
     Args:
         slices: Slices of all ranks.
+        nodes: Node of each rank.
         phase: The phase.
         worker: Only slices that apply a push of this worker; -1 for all.
-        counted: Whether to count each rank.
+        excluded: Node whose ranks are not counted; -1 for none.
     """
     ends = []
-    for own, counts in zip(slices, counted, strict=True):
-        which = (own.whats == phase) & counts
+    for own, node in zip(slices, nodes, strict=True):
+        which = (own.whats == phase) & (node != excluded)
         if worker >= 0:
             which &= own.values >> 32 == worker
         ends.append(own.ends[which])

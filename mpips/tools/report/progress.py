@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from mpips.tools.report.curves import band
-from mpips.tools.report.figures import Figure, Group, Section, Table, engineered, time_unit, tip
+from mpips.tools.report.figures import Figure, Group, Table, engineered, time_unit, tip
 from mpips.tools.report.record import MEASURES, RATE, Event, Record
 
 if TYPE_CHECKING:
@@ -35,16 +35,15 @@ NOTES = {
 BY_TIME = (RATE, "staleness")
 
 
-def curves(groups: Sequence[Group]) -> Section:
+def curves(groups: Sequence[Group]) -> list[Figure]:
     """Return the figures of measured values, one for each abscissa."""
-    section = Section("Progress")
     runs = [run for group in groups for run in group.runs]
     names = [name for name in (*MEASURES.values(), RATE) if any(name in r.curves for r in runs)]
-    for name in names:
-        for axis in AXES if name not in BY_TIME else ("time",):
-            plot = _Plot(groups, name, axis)
-            section.figures.append(plot.figure("" if name in BY_TIME else axis, len(groups) > 1))
-    return section
+    return [
+        _Plot(groups, name, axis).figure("" if name in BY_TIME else axis, len(groups) > 1)
+        for name in names
+        for axis in (AXES if name not in BY_TIME else ("time",))
+    ]
 
 
 def _unit(groups: Sequence[Group], axis: str) -> tuple[float, str]:
