@@ -21,9 +21,9 @@ from runs import (
     assert_counts,
     final,
     newest,
-    shared_out,
     starts_of,
     summary,
+    thinned,
     wait_until_training,
 )
 from supervised import N, Supervised, counting_words
@@ -153,7 +153,7 @@ MISTAKE, REFUSAL = "KeyError('a mistake of mine')", "mpips.UserError('this', 'th
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("raised", shared_out([(MISTAKE, ONE), (REFUSAL, ALL)], [(MISTAKE, ONE)]))
+@pytest.mark.parametrize("raised", thinned([(MISTAKE, ONE), (REFUSAL, ALL)], [(MISTAKE, ONE)]))
 def test_what_a_program_raises_outside_a_run(raised: tuple[str, str], tmp_path: Path) -> None:
     """On one rank, for which the others wait, or on all: the job ends, and it is said."""
     what, who = raised

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from launch import ROOT, Running, python, run
-from runs import shared_out, wait_for
+from runs import thinned, wait_for
 
 import mpips
 from mpips.config import OPTIONS, Config
@@ -142,7 +142,7 @@ def test_a_program_comes_to_its_end(
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("absent", shared_out(["leaves early", "leaves"], ["leaves early"]))
+@pytest.mark.parametrize("absent", thinned(["leaves early", "leaves"], ["leaves early"]))
 def test_a_rank_that_leaves_before_the_run(absent: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(ABSENT)
     done = run(3, ["own.py", absent], tmp_path)
@@ -186,7 +186,7 @@ def test_a_store_whose_server_does_not_serve_ends_the_job(tmp_path: Path) -> Non
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", shared_out(IN_A_STORE, ["pulls"]))
+@pytest.mark.parametrize("name", thinned(IN_A_STORE, ["pulls"]))
 def test_an_exception_in_the_block_of_a_store_ends_the_job(name: str, tmp_path: Path) -> None:
     line, told = IN_A_STORE[name]
     (tmp_path / "own.py").write_text(FAILS.format(line))
@@ -197,7 +197,7 @@ def test_an_exception_in_the_block_of_a_store_ends_the_job(name: str, tmp_path: 
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
-    "how", shared_out(["started", "none", "model", "part", "alike"], ["model", "none"])
+    "how", thinned(["started", "none", "model", "part", "alike"], ["model", "none"])
 )
 def test_what_one_rank_raises_before_a_run_ends_the_job(how: str, tmp_path: Path) -> None:
     """Whether MPI has been started or not; the others would wait in the collectives of a run."""
@@ -229,9 +229,7 @@ def test_what_cannot_be_is_refused_alike_on_every_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(
-    "name", shared_out(ENDS, ["raises", "missing", "diverged", "at the start"])
-)
+@pytest.mark.parametrize("name", thinned(ENDS, ["raises", "missing", "diverged", "at the start"]))
 def test_a_program_ends_as_its_run(name: str, tmp_path: Path) -> None:
     """With the trainer's exit code, or a warning, which comes once."""
     has, code, told = ENDS[name]

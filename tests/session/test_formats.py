@@ -10,7 +10,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from runs import COUNT, COUNTING, ENDLESS, SAVED, Plan, assert_counts, final, shared_out, summary
+from runs import COUNT, COUNTING, ENDLESS, SAVED, Plan, assert_counts, final, summary, thinned
 
 from mpips.config import Config
 from mpips.datasets import open_dataset
@@ -75,7 +75,7 @@ PLACED = ("shards", "csv")
 PARTS = ((4, "--servers 2"), (3, "--servers 1 --mode ssp --staleness-bound 1"))
 
 
-@pytest.mark.parametrize("name", shared_out(WRITERS, ["shards"], ()))
+@pytest.mark.parametrize("name", thinned(WRITERS, ["shards"], ()))
 def test_stops_lose_and_repeat_nothing_and_models_learn(name: str, tmp_path: Path) -> None:
     plan, data = Plan(tmp_path), ["--dataset", WRITERS[name](tmp_path), "--batch-size", "4"]
     test = ["--problem", f"{COUNTING}:SlowStoppingCounting", *COUNT, "--test-fraction", "0.2"]

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 import pytest
@@ -66,40 +65,21 @@ SECONDS: list[tuple[float, str]] = []  # of what shares a world with others, and
 AGAIN: list[str] = []  # commands that run again what the test under way has looked at
 
 
-ONE_MPI, OTHER_MPI = pytest.mark.one_mpi, pytest.mark.other_mpi
-Marks = list[pytest.MarkDecorator]
-
-
 def thinned(
-    names: Iterable[str], quick: Collection[str], both: Collection[str] | None = None
-) -> list[Any]:
-    """Return parameters: `quick` ones run with each MPI, or those in `both`; others are long."""
-    return _variations(
-        names, quick, both, lambda name: OTHER_MPI if crc32(name.encode()) % 2 else ONE_MPI
-    )
-
-
-def shared_out(
     names: Iterable[Any], quick: Collection[Any], both: Collection[Any] | None = None
-) -> list[Any]:
-    """Return parameters as `thinned` does, where the MPIs take turns with the long ones."""
-    mpis = itertools.cycle([ONE_MPI, OTHER_MPI])
-    return _variations(names, quick, both, lambda _: next(mpis))
+) -> Any:
+    """Return parameters: `quick` ones run with each MPI, or those in `both`.
 
-
-def _variations(
-    names: Iterable[Any],
-    quick: Collection[Any],
-    both: Collection[Any] | None,
-    whose: Callable[[Any], pytest.MarkDecorator],
-) -> list[Any]:
+    The others are long, and the MPIs take turns with them.
+    """
     found, each = list(names), quick if both is None else both
     assert set(each) <= set(quick) <= set(found), (each, set(quick) - set(found))
+    turns = itertools.cycle([pytest.mark.one_mpi, pytest.mark.other_mpi])
 
-    def marks(name: Any) -> Marks:
+    def marks(name: Any) -> list[pytest.MarkDecorator]:
         if name in quick:
-            return [] if name in each else [ONE_MPI]
-        return [pytest.mark.long, whose(name)]
+            return [] if name in each else [pytest.mark.one_mpi]
+        return [pytest.mark.long, next(turns)]
 
     return [pytest.param(name, marks=marks(name)) for name in found]
 
