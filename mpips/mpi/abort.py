@@ -334,11 +334,12 @@ def _end_revoked(message: str, code: int) -> NoReturn:
     Blocks: for a second and the rank's turn, or for some seconds until another rank has printed.
     """
     sys.stdout.flush()
+    world = MPI.COMM_WORLD
     if message:
-        heard = _wait(min(TURN_S * MPI.COMM_WORLD.rank, TURNS_S), _revoked)
+        heard = _wait(min(TURN_S * world.rank, TURNS_S), _revoked)
     else:
         heard = _wait(SPOKEN_S, lambda: _revoked() or not _living_below()) and _revoked()
-        message = "" if heard else str(_deaths_error(MPI.COMM_WORLD, set(_failed(MPI.COMM_WORLD))))
+        message = "" if heard else str(_deaths_error(world, set(_failed(world))))
     if not heard:
         for comm in _watched:
             with contextlib.suppress(MPI.Exception):  # it may be revoked already
@@ -350,7 +351,7 @@ def _end_revoked(message: str, code: int) -> NoReturn:
     segments.remove_noted()
     if heard and not _living_below():
         os._exit(Exit.FAILED)
-    if not heard and _wait(LAST_S, _is_last):
+    if not heard and _wait(LAST_S, lambda: len(_failed(world)) == world.size - 1):
         os._exit(code)
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("this process is killed")
@@ -359,11 +360,6 @@ def _end_revoked(message: str, code: int) -> NoReturn:
 def _living_below() -> set[int]:
     """Return the lower ranks that are not known to be dead."""
     return set(range(MPI.COMM_WORLD.rank)) - set(_failed(MPI.COMM_WORLD))
-
-
-def _is_last() -> bool:
-    """Return whether all other ranks are known to be dead."""
-    return len(_failed(MPI.COMM_WORLD)) == MPI.COMM_WORLD.size - 1
 
 
 def end_all(code: int) -> NoReturn:

@@ -13,7 +13,7 @@ from mpips.mpi.collectives import begin_barrier, broadcast, gather_all, world_ra
 from mpips.mpi.excepthook import text_of
 from mpips.mpi.process import MEETS, Absent, named
 from mpips.mpi.start import MPI, Comm
-from mpips.mpi.waiting import Backoff, attend
+from mpips.mpi.waiting import Backoff, attend, take_turns
 
 SAVING_S = 10.0  # time for other ranks to save when the job is asked to stop
 
@@ -80,10 +80,8 @@ def await_ranks(comm: Comm, limit_s: float) -> None:
 
 def call_on_all(comm: Comm, error: Exception | None) -> None:
     """Raise the same error on every rank of `comm` if any rank has one. Collective: yes."""
-    barrier, backoff = begin_barrier(comm), Backoff(ranks_per_core=2)
-    while not barrier.Test():  # another rank may be reading a large file
-        attend()
-        backoff.pause()
+    arrived = begin_barrier(comm).Test  # another rank may be reading a large file
+    take_turns(attend, arrived, ranks_per_core=2)
     messages = [e for e in gather_all(comm, error and str(error)) if e]
     if messages:
         raise CollectiveError(messages[0])

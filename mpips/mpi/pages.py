@@ -14,7 +14,7 @@ import mmap
 import os
 import platform
 import resource
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from time import perf_counter
@@ -207,9 +207,9 @@ class LargePages:
         if not len(self._unchecked):
             self._begin()
         some, self._unchecked = self._unchecked[:MOST_AT_ONCE], self._unchecked[MOST_AT_ONCE:]
-        full = [at for at in some.tolist() if self._is_full(at)]
-        for first, count in _runs(full, self._large):
-            self._collapsed += self._collapse(first, count)
+        full = np.array([at for at in some.tolist() if self._is_full(at)], np.int64)
+        for run in np.split(full, np.flatnonzero(np.diff(full) != self._large) + 1):
+            self._collapsed += self._collapse(run.tolist())
         end = perf_counter()
         self._spent_s += end - start
         self._next = end + REST * (end - start)
@@ -240,32 +240,19 @@ class LargePages:
             return False
         return FULL_OF * int(np.count_nonzero(self._resident & 1)) >= FULL * self._resident.size
 
-    def _collapse(self, first: int, count: int) -> list[int]:
-        """Collapse consecutive pages.
-
-        Args:
-            first: Address of the first page.
-            count: Number of pages.
+    def _collapse(self, pages: list[int]) -> list[int]:
+        """Collapse consecutive pages, by their addresses.
 
         Returns:
             Addresses of the pages that were collapsed, or are left to the kernel.
         """
-        size, pages = self._large, list(range(first, first + count * self._large, self._large))
-        if _advise(first, count * size, MADV_COLLAPSE):
+        size = len(pages) * self._large
+        if not pages or _advise(pages[0], size, MADV_COLLAPSE):
             return pages
-        if count > 1:
-            return [at for each in pages for at in self._collapse(each, 1)]
+        if len(pages) > 1:
+            return [at for page in pages for at in self._collapse([page])]
         # EINVAL: the memory is set to small pages, or the kernel only collapses by itself, later.
-        if ctypes.get_errno() != errno.EINVAL or not _advise(first, size, mmap.MADV_HUGEPAGE):
+        if ctypes.get_errno() != errno.EINVAL or not _advise(pages[0], size, mmap.MADV_HUGEPAGE):
             return []
-        done = _advise(first, size, MADV_COLLAPSE) or ctypes.get_errno() == errno.EINVAL
+        done = _advise(pages[0], size, MADV_COLLAPSE) or ctypes.get_errno() == errno.EINVAL
         return pages if done else []
-
-
-def _runs(addresses: list[int], step: int) -> Iterator[tuple[int, int]]:
-    """Yield the first address and the length of each run of addresses `step` apart."""
-    begin = 0
-    for k in range(1, len(addresses) + 1):
-        if k == len(addresses) or addresses[k] - addresses[k - 1] != step:
-            yield addresses[begin], k - begin
-            begin = k

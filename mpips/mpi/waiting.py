@@ -71,7 +71,7 @@ def patience_ns(ranks_per_core: float) -> int:
     return int(SPIN_S * 1e9) if ranks_per_core <= CROWDED else 0
 
 
-def take_turns(turn: Callable[[], bool], done: Callable[[], bool], ranks_per_core: float) -> None:
+def take_turns(turn: Callable[[], object], done: Callable[[], bool], ranks_per_core: float) -> None:
     """Call `turn` until `done()`, and wait after each turn without work.
 
     Args:
