@@ -24,8 +24,7 @@ from mpips.ps.consistency import ClockController, Controller, RoundController
 from mpips.ps.design import Design
 from mpips.ps.dispatch import BatchQueue
 from mpips.ps.shard import Server
-from mpips.transport.channel import Receiver, Sender
-from mpips.transport.push_sender import Owner, PushSender
+from mpips.transport.channel import Receiver, Sender, owners_of
 from mpips.transport.remote_reads import GetReads, RemoteReads, ReplyReads
 
 if TYPE_CHECKING:
@@ -137,7 +136,7 @@ class WorkerHalf(Half):
     def __init__(self, cluster: Cluster, window: Window, design: Design) -> None:
         super().__init__(window)
         worker = cluster.roles.workers.index(cluster.rank)
-        self._cluster, self._kept = cluster, design.kept
+        self._cluster, self._design, self._worker = cluster, design, worker
         self.handlers: dict[str, Handler] = {}
         if design.kept:
             from mpips.failover.resending import Resender
@@ -145,21 +144,21 @@ class WorkerHalf(Half):
             self.handlers["lacking"] = Resender(cluster, window, design).send
         self.batch_queue = BatchQueue(cluster, window, worker, design.ahead)
         self.sender = Sender(cluster, window, worker, design.shards, design.push_options)
-        reads = _Reads(cluster, window, design, worker, self.sender.push_sender)
-        self._plain = reads.puller("get")
+        self._local, self._remote = owners_of(cluster, design.shards, bool(design.tables))
+        self._plain = self._make_puller("get")
         cluster.barrier()  # the servers have filled their shards
-        times = agree(cluster, design, reads.puller, cluster.wait_request)
+        times = agree(cluster, design, self._make_puller, cluster.wait_request)
         self.remote_way = way_of(design, times)
-        controller = reads.controller(self.batch_queue, self.sender)
+        held = Pauses(cluster, window, self._local, worker) if design.consistent else None
         ranks = design.sharing(cluster, cluster.rank)
-        self.puller = reads.puller(self.remote_way, reads.held, controller, ranks)
+        self.puller = self._make_puller(self.remote_way, held, self._make_controller(), ranks)
         self.rows = None
         if design.tables:
             from mpips.tables.step_rows import StepRows
 
             # If reads are consistent, the replay log would miss a read before its step.
             asks, bounded = not design.consistent, design.bound is not None
-            reading = design.replies.codec, asks and not bounded, reads.held, asks and bounded
+            reading = design.replies.codec, asks and not bounded, held, asks and bounded
             self.rows = StepRows(cluster, window, design.tables, *reading)
         staged = bool(ranks) or design.stale.origins
         self.replicas = list(window.view(cluster.rank, "replicas")) if staged else []
@@ -197,7 +196,7 @@ class WorkerHalf(Half):
 
     def leave(self) -> None:
         """Tell the servers that this worker reads no more, if ranks may die. Blocks: no."""
-        if self._kept:
+        if self._design.kept:
             self._cluster.send(self._cluster.roles.servers, "whole")
 
     def pull_final(self, out: np.ndarray) -> np.ndarray:
@@ -210,6 +209,63 @@ class WorkerHalf(Half):
             Version of each shard, shape (servers,), dtype int64.
         """
         return self._plain.pull(out)
+
+    def _make_puller(
+        self,
+        way: str,
+        held: Pauses | None = None,
+        controller: Controller | None = None,
+        ranks: Sequence[int] = (),
+    ) -> Puller:
+        """Return a puller that reads remote shards by "get" or "reply".
+
+        Args:
+            way: "get" or "reply".
+            held: Pauses servers of this node for consistent reads; None for other reads.
+            controller: Decides when a read may begin; None if reads do not wait.
+            ranks: Workers that share their remote reads, this one included; empty for none.
+        """
+        window, shards = self.window, self._design.shards
+        local = LocalReads(window, self._local, held)
+        remote = self._remote_reads(way, held is not None, controller)
+        if ranks:
+            from mpips.transport.single_flight import Neighbour, SingleFlightReads
+
+            neighbours = [Neighbour.of(window, rank) for rank in ranks]
+            args = self._cluster, self._remote, len(shards), remote, neighbours
+            remote = SingleFlightReads(*args, ranks.index(self._cluster.rank))
+        puller = Puller(self._cluster, shards, local, remote, controller)
+        puller.looks_ahead &= held is None  # an early read would pause servers for longer
+        return puller
+
+    def _remote_reads(
+        self, way: str, consistent: bool, controller: Controller | None
+    ) -> RemoteReads:
+        args = self._cluster, self._remote, len(self._design.shards)
+        codec, needs = self._design.replies.codec, controller.needs if controller else tuple
+        if not self._remote:
+            return RemoteReads(*args)
+        serving = None
+        if self._design.kept:
+            from mpips.transport.acknowledged import AcknowledgedPushSender
+
+            assert isinstance(self.sender.push_sender, AcknowledgedPushSender), "as it makes one"
+            serving = self.sender.push_sender.serving
+        if way == "get" and not (serving or consistent or controller):
+            return GetReads(*args, self.window)
+        return ReplyReads(*args, consistent, codec, needs, serving)
+
+    def _make_controller(self) -> Controller | None:
+        """Return the controller of reads; None if reads do not wait."""
+        window, workers = self.window, len(self._cluster.roles.workers)
+        local = [(window.view(r, "header"), window.view(r, "applied")) for _, r, _ in self._local]
+        if self._design.backup is not None:
+            return RoundController(self._worker, local)
+        if self._design.bound is None:
+            return None
+        batch_queue, sender = self.batch_queue, self.sender  # no cycle of references with `self`
+        clock, own = lambda: batch_queue.numbers[0] // workers, lambda: sender.seq
+        return ClockController(self._worker, local, self._design.bound, clock, own)
 
 
 class ServerHalf(Half):
@@ -296,83 +352,3 @@ def assemble(cluster: Cluster, design: Design) -> WorkerHalf | ServerHalf:
     if cluster.rank in cluster.roles.servers:
         return ServerHalf(cluster, window, design, servers)
     return WorkerHalf(cluster, window, design)
-
-
-class _Reads:
-    """Factory of a worker's pullers and of its controller.
-
-    Attributes:
-        held: Pauses servers of this node; None if reads are not consistent.
-    """
-
-    def __init__(
-        self, cluster: Cluster, window: Window, design: Design, worker: int, push_sender: PushSender
-    ) -> None:
-        self._cluster, self._window, self._design = cluster, window, design
-        self._push_sender = push_sender
-        self._worker, shards = worker, design.shards
-        ranks = enumerate(cluster.roles.servers)
-        owners: list[Owner] = [
-            (k, r, shards[k]) for k, r in ranks if shards[k].size or design.tables
-        ]
-        self._local = [owner for owner in owners if cluster.is_local(owner[1])]
-        self._remote = [owner for owner in owners if not cluster.is_local(owner[1])]
-        self.held: Pauses | None = None
-        if design.consistent:
-            self.held = Pauses(cluster, window, self._local, worker)
-
-    def puller(
-        self,
-        way: str,
-        held: Pauses | None = None,
-        controller: Controller | None = None,
-        ranks: Sequence[int] = (),
-    ) -> Puller:
-        """Return a puller that reads remote shards by "get" or "reply".
-
-        Args:
-            way: "get" or "reply".
-            held: Pauses servers of this node for consistent reads; None for other reads.
-            controller: Decides when a read may begin; None if reads do not wait.
-            ranks: Workers that share their remote reads, this one included; empty for none.
-        """
-        window, shards = self._window, self._design.shards
-        local = LocalReads(window, self._local, held)
-        remote = self._remote_reads(way, held is not None, controller)
-        if ranks:
-            from mpips.transport.single_flight import Neighbour, SingleFlightReads
-
-            neighbours = [Neighbour.of(window, rank) for rank in ranks]
-            args = self._cluster, self._remote, len(shards), remote, neighbours
-            remote = SingleFlightReads(*args, ranks.index(self._cluster.rank))
-        puller = Puller(self._cluster, shards, local, remote, controller)
-        puller.looks_ahead &= held is None  # an early read would pause servers for longer
-        return puller
-
-    def _remote_reads(
-        self, way: str, consistent: bool, controller: Controller | None
-    ) -> RemoteReads:
-        args = self._cluster, self._remote, len(self._design.shards)
-        codec, needs = self._design.replies.codec, controller.needs if controller else tuple
-        if not self._remote:
-            return RemoteReads(*args)
-        serving = None
-        if self._design.kept:
-            from mpips.transport.acknowledged import AcknowledgedPushSender
-
-            assert isinstance(self._push_sender, AcknowledgedPushSender), "as `Sender` makes it"
-            serving = self._push_sender.serving
-        if way == "get" and not (serving or consistent or controller):
-            return GetReads(*args, self._window)
-        return ReplyReads(*args, consistent, codec, needs, serving)
-
-    def controller(self, batch_queue: BatchQueue, sender: Sender) -> Controller | None:
-        """Return the controller of reads; None if reads do not wait."""
-        window, workers = self._window, len(self._cluster.roles.workers)
-        local = [(window.view(r, "header"), window.view(r, "applied")) for _, r, _ in self._local]
-        if self._design.backup is not None:
-            return RoundController(self._worker, local)
-        if self._design.bound is None:
-            return None
-        clock, own = lambda: batch_queue.numbers[0] // workers, lambda: sender.seq
-        return ClockController(self._worker, local, self._design.bound, clock, own)

@@ -187,12 +187,11 @@ class Grants:
 
     def _wait_for(self, held: Sequence[tuple[int, np.ndarray, int]]) -> None:
         lost = self._cluster.failures.lost
-        for rank, reads, want in held:
 
-            def has_read(rank: int = rank, reads: np.ndarray = reads, want: int = want) -> bool:
-                return observe(reads, self._server) >= want or rank in lost
+        def have_read() -> bool:
+            return all(observe(r, self._server) >= want or rank in lost for rank, r, want in held)
 
-            self._cluster.wait(has_read, status_board.SHARD)
+        self._cluster.wait(have_read, status_board.SHARD)
 
 
 class Puller:

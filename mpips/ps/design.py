@@ -140,14 +140,13 @@ class Design:
 
         They are those of its node; the list is empty if each reads for itself.
         """
+        if not self.share or self.consistent or self.reads_wait or self.kept:
+            return []
         roles, node_of = cluster.roles, cluster.node_of
         owners = [r for r, s in zip(roles.servers, self.shards, strict=True) if s.size]
         local = [r for r in roles.workers if node_of[r] == node_of[rank]]
         remote = any(node_of[r] != node_of[rank] for r in owners)
-        shared = (
-            remote and len(local) > 1 and self.share and not self.consistent and not self.reads_wait
-        ) and not self.kept
-        return local if shared else []
+        return local if remote and len(local) > 1 else []
 
     def plans(self, cluster: Cluster) -> list[Plan]:
         """Return the plan of each rank's window segment. Collective: yes, if a table is lazy."""

@@ -68,10 +68,7 @@ class Dispatcher:
 
     def serve(self) -> None:
         """Fill the rings of local workers. Blocks: no."""
-        while True:
-            found = find_ahead(*self.wants, 0)
-            if found < 0:
-                return
+        while (found := find_ahead(*self.wants, 0)) >= 0:
             self._give(int(self._local[found]))
 
     def answer(self, rank: int, _: None = None) -> None:

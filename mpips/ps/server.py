@@ -144,8 +144,8 @@ class ShardService:
     def advance_saver(self) -> None:
         """Advance the current checkpoint."""
         self.saver.poll()
-        if self.agreement.phase is Phase.HOLD and not self.saver.holds:
-            self.agreement.phase = Phase.FREE
+        if self.agreement.phase is Phase.HOLD:
+            self.hold_or_go_on()
 
     def close(self) -> None:
         """Stop serving the shard."""

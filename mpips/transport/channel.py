@@ -8,7 +8,6 @@ free once every local server has applied the push, and it has left for every rem
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -61,6 +60,16 @@ def rows_packer(
     return RowsPacker(window, roles.workers[worker], *args)
 
 
+def owners_of(
+    cluster: Cluster, shards: Sequence[Shard], has_tables: bool
+) -> tuple[list[Owner], list[Owner]]:
+    """Return the servers that pushes go to: those of this node, and those of other nodes."""
+    servers = zip(range(len(shards)), cluster.roles.servers, shards, strict=True)
+    owners = [owner for owner in servers if owner[2].size or has_tables]
+    local = [owner for owner in owners if cluster.is_local(owner[1])]
+    return local, [owner for owner in owners if not cluster.is_local(owner[1])]
+
+
 class Sender:
     """A worker's half of the channel. Collective: no.
 
@@ -85,11 +94,9 @@ class Sender:
         self._me = me = Announced.of(window, worker_id, cluster.rank, options.origins)
         reals = me.headers.view(np.float64)
         self._slots = list(zip(me.headers, reals, me.versions, strict=True))
-        ranks = enumerate(cluster.roles.servers)
-        owners = [(k, r, shards[k]) for k, r in ranks if shards[k].size or options.tables]
-        ledgers = (window.view(r, "applied") for _, r, _ in owners if cluster.is_local(r))
+        local, remote = owners_of(cluster, shards, bool(options.tables))
+        ledgers = (window.view(rank, "applied") for _, rank, _ in local)
         self._words, self.awaited = me.words, addresses_of(ledgers, worker_id)
-        remote = [owner for owner in owners if not cluster.is_local(owner[1])]
         self._crosses = bool(remote)
         self.push_sender = PushSender()
         if remote:
@@ -201,7 +208,7 @@ class _Slot(NamedTuple):
         k = seq % BUFFERS
         version = source.versions[k, server : server + 1]
         grad = source.grads[k, shard.range]
-        rows = partial(_sections, tables, k, server) if tables else None
+        rows = (lambda: tuple(table.of(k, server) for table in tables)) if tables else None
         return cls(source.headers[k], version, grad, source.origin(seq, shard), rows)
 
     def push(self) -> Push:
@@ -211,10 +218,6 @@ class _Slot(NamedTuple):
         if self.rows is not None:
             push.rows = self.rows()
         return push
-
-
-def _sections(tables: "Sequence[Sections]", seq: int, server: int) -> "tuple[Section, ...]":
-    return tuple(table.of(seq, server) for table in tables)
 
 
 def _sections_of(window: Window, rank: int, options: PushOptions) -> "list[Sections]":

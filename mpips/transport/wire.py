@@ -56,7 +56,7 @@ def announcement(job: Job, shards: Sequence[Shard] | None = None) -> str | None:
         codecs = {"what a round changes": push_codec(config)}
     if not any(codecs.values()):
         return None
-    sizes = _crossing(job, shards)
+    sizes = [shard.size for shard, times in _crossing(job, shards) for _ in range(times)]
     if not sizes:
         who = "a server" if job.cluster.roles.servers else "an owner"
         return f"nothing is packed: no worker is on another node than {who}"
@@ -71,7 +71,7 @@ def packed_by(job: Job, shards: Sequence[Shard] | None = None) -> set[str]:
     if config.codec == "powersgd":
         packs = job.cluster.nodes > 1 and bool(_factors(job).matrices)
     else:
-        packs = any(is_large(n, config.dtype) for n in _crossing(job, shards))
+        packs = any(_packed(job, shards).values())
     return {config.codec, config.pull_codec} - {"none"} if packs else set()
 
 
@@ -92,43 +92,38 @@ def _low_rank_announcement(job: Job) -> str:
     )
 
 
-def _crossing(job: Job, shards: Sequence[Shard] | None) -> list[int]:
-    """Return the size of each slice that crosses nodes: once a worker, in a round once a node."""
+def _crossing(job: Job, shards: Sequence[Shard] | None = None) -> list[tuple[Shard, int]]:
+    """Return each slice, and how often it crosses nodes: once a worker, in a round once a node."""
     roles, node_of = job.cluster.roles, job.cluster.node_of
     workers = [node_of[rank] for rank in roles.workers]
     if job.config.in_rounds:
         workers = sorted(set(workers))
     return [
-        shard.size
+        (shard, sum(node != node_of[rank] for node in workers))
         for rank, shard in zip(roles.owners, shards or job.shards, strict=True)
-        for node in workers
-        if shard.size and node_of[rank] != node
+        if shard.size
     ]
 
 
 def kept(job: Job) -> tuple[str, ...]:
     """Return the names of the push codec's state; empty if no slice is large enough for it."""
     codec = push_codec(job.config)
-    return codec.state if codec is not None and any(_packed(job)) else ()
+    return codec.state if codec is not None and any(_packed(job).values()) else ()
 
 
 def unpacked(job: Job) -> str:
     """Return the slices that are not packed, as text: small, or without remote workers."""
     return ", ".join(
         f"{shard.begin:,} to {shard.end - 1:,}"
-        for shard, is_packed in zip(job.shards, _packed(job), strict=True)
-        if shard.size and not is_packed
+        for shard, is_packed in _packed(job).items()
+        if not is_packed
     )
 
 
-def _packed(job: Job) -> list[bool]:
-    """Return for each shard whether it is large enough, and a worker is on another node."""
-    roles, node_of = job.cluster.roles, job.cluster.node_of
-    workers = {node_of[rank] for rank in roles.workers}
-    return [
-        is_large(shard.size, job.config.dtype) and bool(workers - {node_of[rank]})
-        for rank, shard in zip(roles.owners, job.shards, strict=True)
-    ]
+def _packed(job: Job, shards: Sequence[Shard] | None = None) -> dict[Shard, bool]:
+    """Return for each slice whether it is large enough, and crosses nodes."""
+    dtype, crossing = job.config.dtype, _crossing(job, shards)
+    return {shard: times > 0 and is_large(shard.size, dtype) for shard, times in crossing}
 
 
 @dataclass(frozen=True)
