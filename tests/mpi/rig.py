@@ -1,6 +1,6 @@
 """Servers and workers of one exchange, without the loops around them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,12 +8,11 @@ import pytest
 from verdict import check
 
 from mpips.codecs import Codec
-from mpips.kernels.atomics import observe
 from mpips.layout import cut
 from mpips.layout.roles import assign
 from mpips.mpi.collectives import cluster_subset
 from mpips.mpi.collectives import free as cluster_free
-from mpips.mpi.waiting import Backoff
+from mpips.mpi.waiting import take_turns
 from mpips.mpi.world import Cluster
 from mpips.optim import make_rule
 from mpips.ps.assemble import ServerHalf, assemble
@@ -27,26 +26,29 @@ INBOX = 2  # remote bodies that a server holds
 class Rig:
     """This rank's part: `server` and `receiver`, or `puller` and `sender`; for a ``with`` block.
 
-    The rule is SGD with rate -1, so that parameters are the sum of the gradients applied; `more` is
-    of `Design`. At the end of the block all ranks fail if any did not find what it expects.
+    `servers` is their number, or their ranks. The rule is SGD with rate -1, so that parameters are
+    the sum of the gradients applied; `more` is of `Design`. At the end of the block all ranks fail
+    if any did not find what it expects.
     """
 
     def __init__(
         self,
         cluster: Cluster,
         n: int,
-        servers: int,
+        servers: int | Sequence[int],
         remote: str = "get",
         codec: Codec | None = None,
         pull_codec: Codec | None = None,
         **more: Any,
     ) -> None:
-        if servers >= cluster.world:
+        ranks = () if isinstance(servers, int) else servers
+        count = servers if isinstance(servers, int) else len(servers)
+        if count >= cluster.world:
             pytest.skip("leaves no worker")
         self.wrong: list[object] = []
-        cluster.roles = assign("async", cluster.hosts, cluster.node_of, servers)
+        cluster.roles = assign("async", cluster.hosts, cluster.node_of, count, ranks)
         self.cluster, self.roles = cluster, cluster.roles
-        self.shards = cut(n, servers, 8)
+        self.shards = cut(n, count, 8)
         design = Design(
             self.shards, "float64", make_rule("sgd"), lambda step: -1.0, far_read=remote,
             replicas=2, inbox=INBOX, pushes=Packing(codec, seed=1),
@@ -65,7 +67,8 @@ class Rig:
             self.worker, self.worker_half = True, half
             self.id = self.roles.workers.index(cluster.rank)
             self.puller, self.sender = half.puller, half.sender
-            self.number = self.id
+            self.numbers = half.batch_queue.numbers  # of the next batch, where reads have a bound
+            self.numbers.append(self.id)
             own = half.window.view(cluster.rank, "replicas") if half.replicas else None
             self.replicas = np.zeros((2, n)) if own is None else own
             self.replica = self.replicas[0]
@@ -83,16 +86,6 @@ class Rig:
             check(self.cluster.comm, not self.wrong, self.wrong[:3])
             self.free()
 
-    @property
-    def number(self) -> int:
-        """Number of the next batch, where reads have a bound."""
-        return self.worker_half.batch_queue.numbers[0]
-
-    @number.setter
-    def number(self, number: int) -> None:
-        self.worker_half.batch_queue.numbers.clear()
-        self.worker_half.batch_queue.numbers.append(number)
-
     def push(
         self,
         grad: np.ndarray,
@@ -108,15 +101,15 @@ class Rig:
         if origin is not None:
             self.replicas[seq % 2] = origin
         versions = self.puller.versions if read is None else read
-        sender.push((0, seq, seq + 1), samples, 0.0, versions, self.number)
+        sender.push((0, seq, seq + 1), samples, 0.0, versions, self.numbers[0])
 
     def serve(
         self, apply: Callable[[Push], object], idle: Callable[[], None] = lambda: None
     ) -> None:
         """Take pushes until each worker has said how many it sent, and all of them are applied."""
         final: dict[int, int] = {}
-        backoff = Backoff(self.cluster.ranks_per_core)
-        while not self._served(final):
+
+        def turn() -> bool:
             push = self.receiver.take()
             if push is not None:
                 apply(push)
@@ -125,13 +118,12 @@ class Rig:
             for source, kind, payload in self.cluster.poll():
                 if kind == "fin":
                     self.server.finished(source, payload)
-                    final[self.roles.workers.index(source)] = payload
+                    final[source] = payload
                 self._answer(source, kind, payload)
-            if push is None:
-                self.cluster.progress()
-                backoff.pause()
-            else:
-                backoff.reset()
+            self.cluster.progress()
+            return push is not None
+
+        take_turns(turn, lambda: self.server.is_done(final), self.cluster.ranks_per_core)
 
     def serve_reads(self, update: Callable[[], object] = lambda: None) -> None:
         """Update and answer reads until every worker has seen enough."""
@@ -154,13 +146,6 @@ class Rig:
         """End `serve_reads` of the servers."""
         for rank in self.roles.servers:
             self.cluster.send(rank, "enough")
-
-    def _served(self, final: dict[int, int]) -> bool:
-        ended = len(final) == len(self.roles.workers)
-        applied = self.server.applied
-        return ended and (
-            not self.shard.size or all(observe(applied, w) == n for w, n in final.items())
-        )
 
     def finish(self) -> None:
         """Tell the servers how many pushes this worker sent."""

@@ -2,20 +2,15 @@
 
 import numpy as np
 import pytest
-from verdict import check
+from rig import Rig
 
 from mpips.codecs import make_codec
-from mpips.layout import cut
-from mpips.layout.roles import assign
 from mpips.layout.tables import Table, Zeros
 from mpips.mpi.world import Cluster
-from mpips.optim import make_rule
 from mpips.optim.row_rules import Sgd
 from mpips.planning.tables import JobTable
-from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
-from mpips.ps.design import Design
 from mpips.transport import remote_rows
-from mpips.transport.wire import CHUNK_BYTES, Packing
+from mpips.transport.wire import CHUNK_BYTES
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=4, min_nodes=2)]
 
@@ -33,27 +28,27 @@ def values(ids: np.ndarray, dim: int) -> np.ndarray:
     return np.repeat(ids[:, None] % 64 + 1.0, dim, axis=1)
 
 
-def work(cluster: Cluster, half: WorkerHalf) -> list[object]:
-    """Push every row once, read them all when each push is applied; returns what is wrong."""
-    workers, wrong, rows = len(cluster.roles.workers), list[object](), half.rows
-    assert rows is not None, "there are tables"
-    n, versions = -(-ROWS // FEW), half.puller.versions
+def push_all(rig: Rig) -> None:
+    """Push every row once, and wait until the pushes of all workers are applied."""
+    half, rows, n = rig.worker_half, rig.worker_half.rows, -(-ROWS // FEW)
     for seq in range(1, n + 1):
-        cluster.wait(lambda k=seq: half.writable(k))
+        rig.cluster.wait(lambda k=seq: half.writable(k))
         rows.begin(seq)
-        half.sender.buffer(seq)[:] = 0
         ids = np.arange((seq - 1) * FEW, seq * FEW)
         rows.push("few", ids, values(ids, 1))
-        if seq == 1:
-            for name in ("wide", "long"):
-                ids = np.arange(SIZES[name][0])
-                rows.push(name, ids, values(ids, SIZES[name][1]))
-        half.sender.push((0, 0, 1), 1, 0.0, versions)
-    out = np.zeros(1)
-    cluster.wait(half.sender.push_sender.sent)
-    while half.puller.pull(out).min() < workers * n:
+        for name in ("wide", "long") if seq == 1 else ():
+            ids = np.arange(SIZES[name][0])
+            rows.push(name, ids, values(ids, SIZES[name][1]))
+        rig.push(np.zeros(1))
+    rig.cluster.wait(rig.sender.push_sender.sent)
+    while rig.puller.pull(rig.replica).min() < n * len(rig.roles.workers):
         pass
-    rng, received = np.random.default_rng(cluster.rank), rows.bytes_moved[1]
+
+
+def read_all(rig: Rig, rng: np.random.Generator) -> None:
+    """Read rows of each table, the same ones twice."""
+    rows, workers = rig.worker_half.rows, len(rig.roles.workers)
+    received = rows.bytes_moved[1]
     for name, (most, dim) in SIZES.items():
         ids = rng.integers(0, most, (3, most))
         sent = []
@@ -62,63 +57,42 @@ def work(cluster: Cluster, half: WorkerHalf) -> list[object]:
             found = rows.pull(name, ids)
             sent.append(rows.bytes_moved[0] - before)
             expected = workers * values(ids.reshape(-1), dim).reshape(found.shape)
-            if not np.array_equal(found, expected):
-                wrong.append((name, found, expected))
+            rig.expect(np.array_equal(found, expected), name, found, expected)
         # Lists of "few" go in pieces, each another one than that before.
-        if any(sent) and (sent[1] == sent[0]) != (name == "few"):
-            wrong.append((name, sent))
-    if any(not cluster.is_local(rank) for rank in cluster.roles.servers) == (
-        rows.bytes_moved[1] == received
-    ):
-        wrong.append((received, rows.bytes_moved[1]))
-    wrong += asked_ahead(half, rng, workers)
-    cluster.barrier()
-    return wrong
+        rig.expect(not any(sent) or (sent[1] == sent[0]) == (name == "few"), name, sent)
+    remote = not all(map(rig.cluster.is_local, rig.roles.servers))
+    rig.expect(remote == (rows.bytes_moved[1] > received), received, rows.bytes_moved[1])
 
 
-def asked_ahead(half: WorkerHalf, rng: np.random.Generator, workers: int) -> list[object]:
-    """Ask for rows of several tables before any, or only some, is pulled; returns what is wrong."""
-    wrong, rows = list[object](), half.rows
-    assert rows is not None, "there are tables"
+def read_ahead(rig: Rig, rng: np.random.Generator) -> None:
+    """Ask for rows of several tables before any, or only some, is pulled."""
+    rows, workers = rig.worker_half.rows, len(rig.roles.workers)
+
+    def pull(name: str, ids: np.ndarray, *what: object) -> None:
+        expected = workers * values(ids, SIZES[name][1])
+        rig.expect(np.array_equal(rows.pull(name, ids), expected), name, *what)
+
     lists = {name: rng.integers(0, most, (6, most)) for name, (most, _) in SIZES.items()}
     for k in range(4):
         for name in SIZES:
             rows.ask(name, lists[name][k])
     for k in (0, 1, 3, 4):
-        for name, (_, dim) in SIZES.items():
-            found, ids = rows.pull(name, lists[name][k]), lists[name][k]
-            if not np.array_equal(found, workers * values(ids, dim)):
-                wrong.append(("asked", name, k))
+        for name in SIZES:
+            pull(name, lists[name][k], "asked", k)
     for name in SIZES:
         rows.ask(name, lists[name][5])
-        half.advance()
-    half.abandon()
+        rig.worker_half.advance()
+    rig.worker_half.abandon()
     for asked in (MOST, MOST + 1):  # of one more the oldest is dropped
         earlier, ids = rows.stats()["few"]["ahead"], rng.integers(0, ROWS, (asked, 3))
         for each in ids:
             rows.ask("few", each)
-        rows.pull("few", ids[0])
-        if rows.asks and (rows.stats()["few"]["ahead"] > earlier) == (asked > MOST):
-            wrong.append(("asked for", asked))
+        pull("few", ids[0], "asked for", asked)
+        dropped = rows.stats()["few"]["ahead"] == earlier
+        rig.expect(not rows.asks or dropped == (asked > MOST), "asked for", asked)
     before = rows.bytes_moved[1]
-    ids = lists["few"][5]
-    if not np.array_equal(rows.pull("few", ids), workers * values(ids, 1)):
-        wrong.append("after what was abandoned")
-    if rows.asks and rows.bytes_moved[1] == before:
-        wrong.append(("asked for again", before))
-    return wrong
-
-
-def serve(cluster: Cluster, half: ServerHalf) -> None:
-    """Apply what is here, and answer reads."""
-    push = half.receiver.take()
-    if push is not None:
-        half.server.apply(push)
-    half.server.serve_reads()
-    for source, kind, payload in cluster.poll():
-        assert kind == "read", kind
-        half.server.want_read(source, payload)
-    cluster.progress()
+    pull("few", lists["few"][5], "after what was abandoned")
+    rig.expect(not rows.asks or rows.bytes_moved[1] > before, "asked for again", before)
 
 
 @pytest.mark.parametrize("codec", ["none", "fp16", "int8"])
@@ -128,21 +102,13 @@ def test_remote_rows_are_all_there(
     """Pushed in small pieces and in one large one; read in several requests, and in long rows."""
     monkeypatch.setattr(remote_rows, "MOST_AHEAD", MOST)
     monkeypatch.setattr(remote_rows, "WINDOW", 2)  # so that an answer does not leave at once
-    servers = min(2, cluster.world - 1)
-    cluster.roles = assign("async", cluster.hosts, cluster.node_of, servers)
-    packing = Packing(make_codec(codec))
-    design = Design(
-        cut(1, servers, 8), "float64", make_rule("sgd"), lambda version: -1.0, far_read="reply",
-        pushes=packing, replies=packing, tables=TABLES,
-    )  # fmt: skip
-    half, wrong = assemble(cluster, design), list[object]()
-    if isinstance(half, ServerHalf):
-        half.open(cluster.wait_request)
-        here = cluster.comm.Ibarrier()
-        while not here.Test():
-            serve(cluster, half)
-        half.close()
-    else:
-        wrong = work(cluster, half)
-    half.free()
-    check(cluster.comm, not wrong, wrong)
+    made = make_codec(codec)
+    with Rig(cluster, 1, min(2, cluster.world - 1), "reply", made, made, tables=TABLES) as rig:
+        if rig.worker:
+            push_all(rig)
+            rng = np.random.default_rng(cluster.rank)
+            read_all(rig, rng)
+            read_ahead(rig, rng)
+            rig.finish()
+        else:
+            rig.serve(rig.server.apply)

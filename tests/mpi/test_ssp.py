@@ -41,7 +41,7 @@ def push(rig: Rig) -> None:
     """Add 1 to this worker's counter in every line."""
     workers = len(rig.roles.workers)
     rig.push(np.tile(np.arange(workers) == rig.id, ROWS))
-    rig.number = numbers_of(workers).get((rig.sender.seq + 1, rig.id), -1)
+    rig.numbers[0] = numbers_of(workers).get((rig.sender.seq + 1, rig.id), -1)
 
 
 def ready(rig: Rig) -> bool:
@@ -66,7 +66,7 @@ def pull(rig: Rig) -> None:
 def check_counts(rig: Rig, bound: int) -> None:
     """Compare the counters read with what a read at this clock has to hold."""
     counts, workers = rig.replica.reshape(ROWS, -1), len(rig.roles.workers)
-    clock = rig.number // workers
+    clock = rig.numbers[0] // workers
     held = np.zeros(workers)
     for (_, worker), number in numbers_of(workers).items():
         held[worker] += number // workers <= clock - bound - 1
