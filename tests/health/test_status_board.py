@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -63,6 +63,13 @@ def record(pid: int, rank: int = 0, phase: int = sb.COMPUTING, since: float = 0.
     return RankStatus(*who, phase, since, 0, 0, -1, False, since, 0.0, "call")
 
 
+def found(
+    detector: HangDetector | Stopped, ranks: Sequence[RankStatus], begin: int, end: int
+) -> list[int]:
+    """Return the seconds at which a detector that looks in each finds something."""
+    return [now for now in range(begin, end) if detector.look(ranks, float(now))]
+
+
 def test_what_another_process_reads(board: StatusBoard) -> None:
     now = time.perf_counter()
     sb.begin(1, sb.WORKER, 0, -1, now)
@@ -74,8 +81,7 @@ def test_what_another_process_reads(board: StatusBoard) -> None:
         [sys.executable, "-c", READER, f"{os.getpid()}", f"{board.file}"],
         capture_output=True, text=True, check=True, timeout=60,
     )  # fmt: skip
-    found = [("worker 0", os.getpid(), sb.COMPUTING, 17, "Model.gradient")]
-    assert read.stdout.strip() == f"{found}"
+    assert read.stdout == f"{[('worker 0', os.getpid(), sb.COMPUTING, 17, 'Model.gradient')]}\n"
 
 
 def test_an_inner_wait_is_not_told_of(board: StatusBoard) -> None:
@@ -132,26 +138,22 @@ def test_who_stands_still(sleeper: subprocess.Popen[bytes]) -> None:
     asleep = record(sleeper.pid, 1)
     waits, computes = record(os.getpid(), 2, sb.ROUND), record(os.getpid(), 2)
 
-    def looks(*ranks: RankStatus, until: float, anew: float = -1.0) -> float:
-        judge, found = HangDetector(LIMIT_S, 1.0), 0.0
-        for now in range(1, int(until)):
-            clock = int(now > anew >= 0)
-            found = judge.look([one._replace(clock=clock) for one in ranks], float(now))
-            if found:
-                return now
-        return 0.0
+    def hangs(*ranks: RankStatus) -> int:
+        return found(HangDetector(LIMIT_S, 1.0), ranks, 1, 200)[0]
 
-    assert looks(asleep, waits, until=100) == LIMIT_S + 1
-    assert looks(asleep, waits, until=100, anew=8) == 9 + LIMIT_S, "somebody had got on"
-    assert looks(asleep, computes, until=100) == 0.0, "nobody waits"
+    assert hangs(asleep, waits) == LIMIT_S + 1
+    judge = HangDetector(LIMIT_S, 1.0)
+    assert found(judge, [asleep, waits], 1, 9) == []
+    gets_on = asleep._replace(clock=1)
+    assert found(judge, [gets_on, waits], 9, 100)[0] == 9 + LIMIT_S
+    assert found(judge, [gets_on, computes], 100, 200) == [], "nobody waits"
     for since in (1.0, 50.0):  # however long it was in its phase before
         in_mpi = record(os.getpid(), 2)._replace(in_mpi=since)
-        assert looks(asleep, in_mpi, until=100) == since + LIMIT_S, "it waits, and is not at work"
+        assert hangs(asleep, in_mpi) == since + LIMIT_S, "it waits, and is not at work"
     starts = asleep._replace(phase=sb.STARTING)
-    assert looks(starts, waits, until=100) == 0.0
-    assert looks(starts, waits, until=200) == 12 * LIMIT_S + 1, "for ever is too long"
+    assert hangs(starts, waits) == 12 * LIMIT_S + 1, "for ever is too long"
     stop(asleep)
-    assert looks(asleep, record(os.getpid(), 0, sb.SERVING), until=100) == LIMIT_S + 1
+    assert hangs(asleep, record(os.getpid(), 0, sb.SERVING)) == LIMIT_S + 1
 
 
 PTRACE_SEIZE, PTRACE_INTERRUPT, PTRACE_DETACH = 0x4206, 0x4207, 17  # ptrace(2)
@@ -167,35 +169,31 @@ def test_a_debugger_may_take_its_time(sleeper: subprocess.Popen[bytes]) -> None:
     ptrace(PTRACE_INTERRUPT)
     os.waitpid(sleeper.pid, 0)
     assert trouble(held) == TRACED
-    assert not any(judge.look(ranks, float(now)) for now in range(1, 100))
+    assert found(judge, ranks, 1, 100) == []
     ptrace(PTRACE_DETACH)
     while trouble(held):
         time.sleep(0.01)
-    found = [judge.look(ranks, float(now)) for now in range(100, 112)]
-    assert [now for now, quiet_s in enumerate(found) if quiet_s][:1] == [LIMIT_S], "from then on"
+    assert found(judge, ranks, 100, 112)[0] == 100 + LIMIT_S, "from then on"
 
 
 def test_a_pause_does_not_count(sleeper: subprocess.Popen[bytes]) -> None:
     ranks = [record(sleeper.pid, 1), record(os.getpid(), 2, sb.ROUND)]
     judge = HangDetector(LIMIT_S, 1.0)
-    judge.look(ranks, 1.0)
-    assert [judge.look(ranks, 1000.0 + k) for k in range(int(LIMIT_S))] == [0.0] * int(LIMIT_S)
-    assert judge.look(ranks, 1000.0 + LIMIT_S) == LIMIT_S
+    assert found(judge, ranks, 1, 2) == []
+    assert found(judge, ranks, 1000, 1011) == [1000 + LIMIT_S]
 
 
 def test_who_is_stopped_for_long(sleeper: subprocess.Popen[bytes]) -> None:
     """Not who only does not beat, nor who was seen to be stopped before this process itself was."""
     one = record(sleeper.pid, 1)._replace(beat=1.0)
     stopped = Stopped(LIMIT_S, 1.0)
-    assert not any(stopped.look([one], float(now)) for now in range(1, 100))
+    assert found(stopped, [one], 1, 100) == []
     stop(one)
-    end = 100 + int(LIMIT_S)
-    assert not any(stopped.look([one], float(now)) for now in range(100, end))
-    assert stopped.look([one._replace(beat=end)], float(end)) == [], "it beats"
-    assert not any(stopped.look([one], float(now)) for now in range(end, end + 9))
-    anew = end + 100
-    assert not any(stopped.look([one], float(now)) for now in range(anew, anew + int(LIMIT_S)))
-    assert stopped.look([one], anew + LIMIT_S) == [one]
+    assert found(stopped, [one], 100, 110) == []
+    assert found(stopped, [one._replace(beat=110.0)], 110, 111) == [], "it beats"
+    assert found(stopped, [one], 111, 120) == []
+    assert found(stopped, [one], 220, 231) == [220 + LIMIT_S]
+    assert stopped.look([one], 231.0) == [one]
 
 
 def test_what_is_no_running_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,11 +223,11 @@ def test_who_is_given_up(board: StatusBoard) -> None:
 
     def given_up(by: Deadline, works: Callable[[], object], seconds: int) -> dict[int, str]:
         by.expect()
-        found = dict[int, str]()
+        reasons = dict[int, str]()
         for now in itertools.islice(clock, seconds):
             works()
-            found |= by.look([0, 1], float(now))
-        return {rank: why.partition(" for ")[0] for rank, why in found.items()}
+            reasons |= by.look([0, 1], float(now))
+        return {rank: why.partition(" for ")[0] for rank, why in reasons.items()}
 
     def gets_on() -> None:
         ints[sb.CLOCK] += 1

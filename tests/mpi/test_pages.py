@@ -4,7 +4,6 @@ import ctypes
 import mmap
 import os
 import resource
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -138,25 +137,6 @@ def test_what_fills_later_is_found_and_what_is_given_back_is_forgotten(
     expected = 3 * LARGE
     assert look() == expected
     assert remapped.memory[: 3 * LARGE].all()
-
-
-def test_who_writes_meanwhile_loses_nothing(remapped: Remapped) -> None:
-    memory = remapped.memory.view(np.int64)
-    memory[:] = 1
-    over, rounds = threading.Event(), [0]
-
-    def write() -> None:
-        while not over.is_set():
-            np.add(memory, 1, out=memory)
-            rounds[0] += 1
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    for _ in range(20):
-        LargePages(lambda: [remapped.memory]).look()
-    over.set()
-    thread.join()
-    assert (memory == 1 + rounds[0]).all()
 
 
 def test_what_is_tried_leaves_nothing(puts_together: bool) -> None:

@@ -1,5 +1,6 @@
 """The rows of a push as a message: whole, and without the list of the push before."""
 
+import itertools
 from typing import Any, cast
 
 import numpy as np
@@ -56,20 +57,21 @@ def arrived(message: np.ndarray, unpacker: RowsUnpacker, worker: int = 0) -> tup
 
 @pytest.mark.parametrize("codec", ["none", "fp16", "bf16", "int8", "int4", "onebit"])
 def test_rows_arrive(codec: str) -> None:
-    made, rng = make_codec(codec), np.random.default_rng(1)
-    memory, unpacker = Memory(made), unpacker_of(made)
-    wide, thin = np.sort(rng.choice(3000, 1500, replace=False)), np.array([0, 7, 12])
-    took = []
-    for seq, (first, second) in enumerate([(wide, thin), (wide, thin), (wide[:40], thin[:0])], 1):
+    """Of two workers, each with lists of its own, also behind a push without rows of a table."""
+    made, rng, took = make_codec(codec), np.random.default_rng(1), list[int]()
+    memories, unpacker = [Memory(made), Memory(made)], unpacker_of(made)
+    wide, thin = np.sort(rng.choice(2999, 1500, replace=False)), np.array([0, 7, 11])
+    pushes = [(wide, thin), (wide, thin), (wide[:40], thin[:0]), (wide[:40], thin)]
+    for seq, worker in itertools.product(range(1, 5), range(2)):
+        lists = [places + worker for places in pushes[seq - 1]]
         # Numbers that all formats write as they are: of a row, all are as large.
-        shapes = [(len(p), d) for p, d in ((first, 16), (second, 1))]
-        signs = [rng.choice([-1, 1], shape) for shape in shapes]
+        signs = [rng.choice([-1, 1], (len(p), d)) for p, d in zip(lists, (16, 1), strict=True)]
         sums = [each * rng.integers(1, 64, (len(each), 1)) for each in signs]
-        for table, places, values in zip(TABLES, (first, second), sums, strict=True):
-            memory.put(seq, table.name, places, values)
-        found, nbytes = arrived(memory.packer.pack(seq), unpacker)
-        took.append(nbytes)
-        for section, places, values in zip(found, (first, second), sums, strict=True):
+        for table, places, values in zip(TABLES, lists, sums, strict=True):
+            memories[worker].put(seq, table.name, places, values)
+        found, nbytes = arrived(memories[worker].packer.pack(seq), unpacker, worker)
+        took += [nbytes] * (worker == 0)
+        for section, places, values in zip(found, lists, sums, strict=True):
             np.testing.assert_array_equal(section.places, places)
             np.testing.assert_array_equal(section.sums, values)
             assert section.sums.dtype == np.float32
@@ -105,19 +107,6 @@ def test_rows_are_rounded_each_by_its_own_size(name: str, dim: int) -> None:
     assert abs(error.mean()) < 5 * 0.5 / np.sqrt(pushes * rows.size)
     for others in ((3, 1, 0), (2, 0, 0), (2, 1, 1)):
         assert (SumsPacker(packing, dim, *others).arrived(rows, pushes) != came).any()
-
-
-def test_lists_are_each_worker_s_own() -> None:
-    memories, unpacker = [Memory(), Memory()], unpacker_of()
-    for seq in (1, 2, 3, 4):
-        for worker, memory in enumerate(memories):
-            places = np.array([3, 9 + worker]) if seq != 3 else np.zeros(0, np.int64)
-            memory.put(seq, "wide", places, np.full((len(places), 16), 10 * seq + worker))
-            memory.put(seq, "thin", np.array([seq]), np.ones((1, 1)))
-            (wide, thin), _ = arrived(memory.packer.pack(seq), unpacker, worker)
-            np.testing.assert_array_equal(wide.places, places)
-            assert (wide.sums == 10 * seq + worker).all()
-            np.testing.assert_array_equal(thin.places, [seq])
 
 
 def test_the_largest_push_fits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,15 +95,10 @@ def test_a_reply_is_the_shard_between_two_headers() -> None:
     for _ in range(2):
         replies.ask(3, consistent=False)
     half = len(sent) // 2
-    first, last, *chunks = sent[0], sent[half - 1], *sent[1 : half - 1]
-    np.testing.assert_array_equal(first[:3], header[:3])
-    np.testing.assert_array_equal(first, last)
-    different = [*chunks[:-1], *sent[half + 1 : -2]]  # the last ones are shorter
-    assert len({chunk.tobytes() for chunk in different}) == len(different) > 4
-    packer = Chunks.of_shard(packing.codec, alike.size, alike.dtype)
-    for part, chunk in zip(packer.cut(alike), chunks, strict=True):
-        packer.unpack(chunk, out := np.zeros_like(part))
-        assert np.abs(out - part).max() < 1 / 100
+    for header_sent in sent[0], sent[half - 1], sent[half], sent[-1]:
+        np.testing.assert_array_equal(header_sent[:3], header[:3])
+    chunks = [*sent[1 : half - 2], *sent[half + 1 : -2]]  # without the last ones, which are shorter
+    assert len({chunk.tobytes() for chunk in chunks}) == len(chunks) > 4
 
 
 @pytest.mark.parametrize("name", ["none", "int8"])
