@@ -11,13 +11,13 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39724
+TOTAL = 39701
 TESTS = 38300  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
     "checkpoint": 1512,
-    "codecs": 643,
+    "codecs": 620,
     "config": 1249,
     "datasets": 2652,
     "errors.py": 60,

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from mpips.codecs import Codec, Loop, MessageId, State, bits_of, wire_parts
+from mpips.codecs import Codec, MessageId, State, bits_of, wire_parts
 from mpips.kernels.compiled import kernel
 
 BUCKET_8, BUCKET_4 = 512, 128
@@ -54,39 +54,61 @@ def level_of(block: np.ndarray, i: int, scale: float, levels: int, draw: np.uint
 
 
 @kernel()
-def pack_bytes(
+def form_of(codes: np.ndarray) -> tuple[int, int, int]:
+    """Return the number of levels, the code of level 0, and the codes in one byte."""
+    if np.iinfo(codes.dtype).min < 0:
+        return LEVELS_8, 0, 1
+    return LEVELS_4, ZERO, 2
+
+
+@kernel()
+def pack(
     x: np.ndarray,
     x_bits: np.ndarray,
     scales: np.ndarray,
     scale_bits: np.ndarray,
-    levels: np.ndarray,
+    codes: np.ndarray,
     key: np.uint64,
     bucket: int,
 ) -> None:
-    """Write the scale and the levels of each bucket."""
+    """Write the scale and the codes of each bucket.
+
+    If a byte has two codes, the lower one is of an element of the bucket's first half.
+    """
+    levels, zero, in_one = form_of(codes)
+    byte, width = codes.dtype.type, bucket // in_one
     for b in range(scales.size):
         block = x[b * bucket : (b + 1) * bucket]
-        out = levels[b * bucket : (b + 1) * bucket]
+        out = codes[b * width : (b + 1) * width]
         scale_bits[b] = largest_of(x_bits[b * bucket : (b + 1) * bucket])
         scale = scales[b]
         if not 0 < scale < np.inf:
-            out[:] = 0
+            out[:] = zero + 16 * zero
             continue
-        draw = draw_of(key, b)
-        for i in range(block.size):
-            out[i] = np.int8(level_of(block, i, scale, LEVELS_8, draw))
+        draw, half = draw_of(key, b), out.size
+        for i in range(half):
+            out[i] = byte(zero + level_of(block, i, scale, levels, draw))
+        for i in range(half, block.size):
+            upper = byte((zero + level_of(block, i, scale, levels, draw)) << 4)
+            out[i - half] = byte(out[i - half] | upper)
 
 
 @kernel()
-def unpack_bytes(scales: np.ndarray, levels: np.ndarray, out: np.ndarray, bucket: int) -> None:
+def unpack(scales: np.ndarray, codes: np.ndarray, out: np.ndarray, bucket: int) -> None:
     """Write the decoded elements to `out`; the largest magnitude of a bucket is exact."""
-    real = out.dtype.type
+    levels, zero, in_one = form_of(codes)
+    real, width = out.dtype.type, bucket // in_one
+    mask = np.int32(15 if in_one == 2 else -1)
     for b in range(scales.size):
         block = out[b * bucket : (b + 1) * bucket]
-        level = levels[b * bucket : (b + 1) * bucket]
-        scale = scales[b]
-        for i in range(block.size):
-            block[i] = real(level[i]) / real(LEVELS_8) * scale
+        code = codes[b * width : (b + 1) * width]
+        scale, half = scales[b], code.size
+        for i in range(half):
+            level = np.int32(np.int32(np.int32(code[i]) & mask) - np.int32(zero))
+            block[i] = real(level) / real(levels) * scale
+        for i in range(half, block.size):
+            level = np.int32(np.int32(code[i - half] >> 4) - np.int32(zero))
+            block[i] = real(level) / real(levels) * scale
 
 
 @dataclass(frozen=True)
@@ -106,9 +128,8 @@ class Int8(Codec):
     """
 
     name: ClassVar[str] = "int8"
-    stored: ClassVar[str] = "i1"  # dtype of the array of levels in a message
-    in_one: ClassVar[int] = 1  # levels in one element of that array
-    loops: ClassVar[tuple[Loop, Loop]] = pack_bytes, unpack_bytes
+    stored: ClassVar[str] = "i1"  # dtype of the array of codes in a message; see `form_of`
+    in_one: ClassVar[int] = 1  # codes in one element of that array
     bucket: int = BUCKET_8
 
     def for_rows(self, dim: int) -> "Int8":
@@ -127,56 +148,15 @@ class Int8(Codec):
 
     def encode(self, grad: np.ndarray, out: np.ndarray, state: State, message_id: MessageId) -> int:
         """See `Codec.encode`."""
-        scales, levels = self._parts(out, grad)
+        scales, codes = self._parts(out, grad)
         key = message_id.key
-        self.loops[0](grad, bits_of(grad), scales, bits_of(scales), levels, key, self.bucket)
+        pack(grad, bits_of(grad), scales, bits_of(scales), codes, key, self.bucket)
         return out.size
 
     def decode(self, data: np.ndarray, out: np.ndarray) -> None:
         """See `Codec.decode`."""
-        scales, levels = self._parts(data, out)
-        self.loops[1](scales, levels, out, self.bucket)
-
-
-@kernel()
-def pack_pairs(
-    x: np.ndarray,
-    x_bits: np.ndarray,
-    scales: np.ndarray,
-    scale_bits: np.ndarray,
-    pairs: np.ndarray,
-    key: np.uint64,
-    bucket: int,
-) -> None:
-    """Write the scale of each bucket, and its levels in pairs, two in one byte."""
-    for b in range(scales.size):
-        block = x[b * bucket : (b + 1) * bucket]
-        out = pairs[b * (bucket // 2) : (b + 1) * (bucket // 2)]
-        scale_bits[b] = largest_of(x_bits[b * bucket : (b + 1) * bucket])
-        scale = scales[b]
-        out[:] = ZERO + 16 * ZERO
-        if not 0 < scale < np.inf:
-            continue
-        draw, half = draw_of(key, b), out.size
-        for i in range(half):
-            out[i] = np.uint8(ZERO + level_of(block, i, scale, LEVELS_4, draw))
-        for i in range(half, block.size):
-            upper = np.uint8((ZERO + level_of(block, i, scale, LEVELS_4, draw)) << 4)
-            out[i - half] = np.uint8(out[i - half] | upper)
-
-
-@kernel()
-def unpack_pairs(scales: np.ndarray, pairs: np.ndarray, out: np.ndarray, bucket: int) -> None:
-    """Write the decoded elements to `out`; the largest magnitude of a bucket is exact."""
-    real = out.dtype.type
-    for b in range(scales.size):
-        block = out[b * bucket : (b + 1) * bucket]
-        pair = pairs[b * (bucket // 2) : (b + 1) * (bucket // 2)]
-        scale, half = scales[b], pair.size
-        for i in range(half):
-            block[i] = real(np.int32(pair[i] & 15) - ZERO) / real(LEVELS_4) * scale
-        for i in range(half, block.size):
-            block[i] = real(np.int32(pair[i - half] >> 4) - ZERO) / real(LEVELS_4) * scale
+        scales, codes = self._parts(data, out)
+        unpack(scales, codes, out, self.bucket)
 
 
 @dataclass(frozen=True)
@@ -195,5 +175,4 @@ class Int4(Int8):
     name: ClassVar[str] = "int4"
     stored: ClassVar[str] = "u1"
     in_one: ClassVar[int] = 2
-    loops = pack_pairs, unpack_pairs
     bucket: int = BUCKET_4

@@ -72,11 +72,8 @@ class TopK(Codec):
         counts = np.zeros(1 << _DIGIT, "i8")
         bits = bits_of(state[0])
         mask, shift = np.iinfo(bits.dtype).max, 8 * bits.itemsize - 1 - _DIGIT
-        if self.momentum:
-            accumulate(grad, state[0], state[1], self.momentum)
-            count_first(bits, mask, shift, counts)
-        else:
-            add_and_count(grad, state[0], bits, mask, shift, counts)
+        velocity = state[1] if self.momentum else state[0][:0]
+        add_and_count(grad, state[0], velocity, self.momentum, bits, mask, shift, counts)
         threshold(bits, mask, shift, counts, k)
         above, ties = int(counts[0]), int(counts[1])
         head, values, places = self._parts(out, k, grad.dtype)
@@ -99,17 +96,6 @@ class TopK(Codec):
 
 
 @kernel()
-def accumulate(
-    grad: np.ndarray, residual: np.ndarray, velocity: np.ndarray, momentum: float
-) -> None:
-    """Set ``velocity = momentum * velocity + grad``, and add it to the residual."""
-    factor = grad.dtype.type(momentum)
-    for i in range(grad.size):
-        velocity[i] = factor * velocity[i] + grad[i]
-        residual[i] += velocity[i]
-
-
-@kernel()
 def count_first(bits: np.ndarray, mask: int, shift: int, counts: np.ndarray) -> None:
     """Add to `counts` how many magnitudes have each highest digit."""
     for i in range(bits.size):
@@ -120,16 +106,38 @@ def count_first(bits: np.ndarray, mask: int, shift: int, counts: np.ndarray) -> 
 def add_and_count(
     grad: np.ndarray,
     residual: np.ndarray,
+    velocity: np.ndarray,
+    momentum: float,
     bits: np.ndarray,
     mask: int,
     shift: int,
     counts: np.ndarray,
 ) -> None:
-    """Add the gradient to the residual, and count the new magnitudes as `count_first` does."""
+    """Add the gradient to the residual, and count the magnitudes with each highest digit.
+
+    With a velocity, set ``velocity = momentum * velocity + grad``, and add that instead.
+
+    Args:
+        grad: Gradient, shape (n,).
+        residual: Vector v, shape (n,).
+        velocity: Shape (n,), or (0,) for none.
+        momentum: Factor of the velocity.
+        bits: View of `residual` as integers.
+        mask: All bits but the sign.
+        shift: Number of bits below the highest digit.
+        counts: Number of magnitudes with each highest digit; added to.
+    """
+    factor = grad.dtype.type(momentum)
     for offset in range(0, grad.size, _BLOCK):
         block, rest = grad[offset : offset + _BLOCK], residual[offset : offset + _BLOCK]
-        for i in range(block.size):
-            rest[i] += block[i]
+        if velocity.size:
+            moving = velocity[offset : offset + _BLOCK]
+            for i in range(block.size):
+                moving[i] = factor * moving[i] + block[i]
+                rest[i] += moving[i]
+        else:
+            for i in range(block.size):
+                rest[i] += block[i]
         count_first(bits[offset : offset + _BLOCK], mask, shift, counts)
 
 
