@@ -94,6 +94,14 @@ class ColumnTable(Table):
     def _batches(self, low: int, high: int, columns: Sequence[Column]) -> Iterator[Any]:
         """Yield columns of the pieces ``[low, high)`` as record batches, in order."""
 
+    def _described(self, kinds: Mapping[str, Any], lengths: Mapping[str, int]) -> list[Column]:
+        """Return descriptions of columns by Arrow types, and by lengths of their first lists."""
+        target = list(kinds)[-1]
+        return [
+            _column_of(self.path, name, kind, lengths.get(name, 0), self.hashed and name != target)
+            for name, kind in kinds.items()
+        ]
+
     def read(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the inputs and targets of rows ``[begin, end)``."""
         *x, y = self._read(begin, end, [*self._inputs, self._target])
@@ -154,8 +162,7 @@ class ParquetTable(ColumnTable):
         lists = [
             k for k, kind in kinds.items() if kind.num_fields and not hasattr(kind, "list_size")
         ]
-        lengths = {name: self._first_length(name) for name in lists}
-        return _columns_of(self.path, kinds, self.hashed, lengths)
+        return self._described(kinds, {name: self._first_length(name) for name in lists})
 
     def _first_length(self, name: str) -> int:
         """Return the length of a column's first list; 0 if the first row has none."""
@@ -204,14 +211,17 @@ class CsvTable(ColumnTable):
         as_text = dict.fromkeys(names[:-1], "string") if self.hashed else {}
         first = self._parse(0, 1, names, as_text)
         kinds = {name: first.schema.field(name).type for name in names}
-        *inputs, target = _columns_of(self.path, kinds, self.hashed, {})
-        self._booleans = {column.name for column in (*inputs, target) if column.dtype.kind == "b"}
+        *inputs, target = stored = self._described(kinds, {})
         dtype = np.dtype("i8" if target.dtype.kind in "bi" else "f8")
         found = [each if each.hashed else replace(each, dtype=np.dtype("f8")) for each in inputs]
-        return [*found, replace(target, dtype=dtype)]
+        found.append(replace(target, dtype=dtype))
+        # Arrow's types to parse as: `true` does not parse as a number.
+        self._kinds = {c.name: _load().from_numpy_dtype(c.dtype) for c in found} | as_text
+        self._kinds |= {c.name: "bool" for c in stored if c.dtype.kind == "b"}
+        return found
 
     def _batches(self, low: int, high: int, columns: Sequence[Column]) -> Iterator[Any]:
-        kinds = {c.name: self._kind(c) for c in columns}
+        kinds = {c.name: self._kinds[c.name] for c in columns}
         for first in range(low, high, PIECES):
             last = min(first + PIECES, high)
             begin, end = self._starts[[first, last]].tolist()
@@ -221,13 +231,6 @@ class CsvTable(ColumnTable):
                 expected = f"{end - begin}, a line each"
                 raise UserError(got, expected, "take out empty and quoted lines")
             yield from table.to_batches()
-
-    def _kind(self, column: Column) -> Any:
-        """Return the Arrow type to parse a column as: `true` does not parse as a number."""
-        if column.hashed:
-            return "string"
-        boolean = column.name in self._booleans
-        return "bool" if boolean else _load().from_numpy_dtype(column.dtype)
 
     def _parse(self, low: int, high: int, names: Sequence[str], kinds: Mapping[str, Any]) -> Any:
         """Parse columns of the lines of pieces ``[low, high)``."""
@@ -301,31 +304,24 @@ def _chosen(path: str, names: str, there: list[str]) -> list[str]:
     return chosen
 
 
-def _columns_of(
-    path: str, kinds: Mapping[str, Any], hashed: bool, lengths: Mapping[str, int]
-) -> list[Column]:
-    """Return descriptions of columns.
+def _column_of(path: str, name: str, kind: Any, length: int, hashed: bool) -> Column:
+    """Return the description of a column.
 
     Args:
         path: The file, for messages.
-        kinds: Arrow types by name, that of the target last.
-        hashed: Whether the inputs are hashed to ids.
-        lengths: Length of the first list, by name, for columns of lists.
+        name: Name of the column.
+        kind: Its Arrow type.
+        length: Length of its first list, for a column of lists.
+        hashed: Whether its values are hashed to ids.
 
     Raises:
-        UserError: If a column does not have numbers, or its values cannot be hashed.
+        UserError: If it does not have numbers, or its values cannot be hashed.
     """
-    *inputs, target = kinds
-    for name in inputs if hashed else ():
-        if kinds[name].num_fields:  # text in a dictionary has none
-            got = f"{path}: column {name!r} of {kinds[name]}, which is to be hashed"
-            raise UserError(got, "text or numbers", "write a column for each of its values")
-    plain = [target] if hashed else list(kinds)
-    ids = [Column(name, (), np.dtype("i8"), True) for name in inputs if hashed]
-    return ids + [_column_of(path, name, kinds[name], lengths.get(name, 0)) for name in plain]
-
-
-def _column_of(path: str, name: str, kind: Any, length: int) -> Column:
+    if hashed and kind.num_fields:  # text in a dictionary has none
+        got = f"{path}: column {name!r} of {kind}, which is to be hashed"
+        raise UserError(got, "text or numbers", "write a column for each of its values")
+    if hashed:
+        return Column(name, (), np.dtype("i8"), True)
     types, shape = _load(".types"), tuple[int, ...]()
     is_fixed = types.is_fixed_size_list(kind)
     if is_fixed or types.is_list(kind) or types.is_large_list(kind):
