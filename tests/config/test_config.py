@@ -228,6 +228,8 @@ a.toml b.toml | a second job file 'b.toml', expected only one
 --groups a*:lr=1,lr=2 | lr twice in groups, 'a*:lr=1,lr=2', expected once
 --groups a*:lr=1e999 | group 'a*' with lr inf, expected a number >= 0
 --eval-ema --ema 0.9 | eval_ema by itself, expected ema > 0 and evaluators >= 1
+--eval-ema --evaluators 1 | eval_ema by itself, expected ema > 0 and evaluators >= 1
+--ema 1 | ema 1.0, expected a number in [0, 1)
 --dataset= | dataset '', expected a name or the path of a file
 """
 

@@ -70,17 +70,11 @@ def test_samples_are_those_of_the_folders(tmp_path: Path) -> None:
             assert target == label
         order = Order(data.train.n, 4, data.train.block(4), 0)  # of samples, not of blocks
         with Loader(data.train, order, "float64") as loader:
-            for epoch in range(2):
-                loader.submit(epoch, 0, data.train.n)
-            batches = [loader.take() for _ in range(2)]
-        assert (batches[0].ids != batches[1].ids).any()
-        for batch in batches:
-            assert sorted(batch.ids) == list(range(27))
-            np.testing.assert_array_equal(batch.x, x[batch.ids])
-            np.testing.assert_array_equal(batch.y, y[batch.ids])
-        raw, _ = data.train.read(np.array([3, 0, 3]))
-        assert raw.dtype == np.uint8
-        np.testing.assert_array_equal(raw, stored[[3, 0, 3]])
+            loader.submit(1, 0, data.train.n)
+            batch = loader.take()
+        assert sorted(batch.ids) == list(range(27)) != batch.ids.tolist()
+        np.testing.assert_array_equal(batch.x, x[batch.ids])
+        np.testing.assert_array_equal(batch.y, y[batch.ids])
         assert Path(data.train.table.where(3)[0]).parent.name == CLASSES[int(y[3])]
 
 

@@ -132,10 +132,9 @@ def test_batches_of_another_size_do_not_depend_on_how_many_were_assigned(
             counts.update((batch[0], sample) for sample in range(*batch[1:]))
         resize(batches, size)
         found.append(batches.state())
-        while (batch := batches.next(0)) is not None:
-            assert batch[2] - batch[1] <= size
-            batches.applied(0, batch)
-            counts.update((batch[0], sample) for sample in range(*batch[1:]))
+        for epoch, begin, end in drain(batches):
+            assert end - begin <= size
+            counts.update((epoch, sample) for sample in range(begin, end))
         assert counts == dict.fromkeys(itertools.product(range(2), range(23)), 1)
         assert batches.samples_done == 46
     assert found[0] == found[1]

@@ -110,8 +110,6 @@ def test_arguments_that_do_not_fit_the_step() -> None:
     length, numbers = "weights and a buffer are expected", "2 numbers, and 3 vectors of state"
     for loop, args, message in (
         (dense(three), (x, x, x, x, x, x, 0.5, 0.5), "three of 8 arguments, expected 7"),
-        (summed(three), (x, x, x, x, x, *one, np.empty(4), *RATES), "expected 10"),
-        (undoable(three), (x, x, x, x, x, x, RATES, *log), "expected 10"),
         (summed(three), (x, x, x, x[1:], *one, np.empty(4), *RATES), length),
         (summed(three), (x, x, x, x, *one, np.empty(0), *RATES), length),
         (summed(three), (x, x, x, x, one[0], np.ones(2), 0, np.empty(4), *RATES), length),

@@ -6,7 +6,6 @@ from launch import ROOT
 
 from mpips.config import Config
 from mpips.config.groups import Group
-from mpips.config.jobfile import resolve
 from mpips.errors import UserError
 from mpips.kernels.vectors import addresses_of
 from mpips.layout import Layout
@@ -127,14 +126,3 @@ def test_what_is_no_parameter_has_its_newest_value_as_average() -> None:
     assert np.array_equal(params, [0.5, 1, 0])
     assert np.array_equal(slots[0], params)
     assert np.array_equal(slots[1], [7, 7, 7])
-
-
-def test_options_that_do_not_go_together() -> None:
-    for options, message in (
-        ({"mode": "local_sgd", "ema": 0.9}, "ema 0.9 in mode local_sgd, expected mode async or"),
-        ({"ema": 1.0}, r"ema 1.0, expected a number in \[0, 1\)"),
-        ({"eval_ema": True}, "eval_ema by itself, expected ema > 0 and evaluators >= 1; they"),
-        ({"eval_ema": True, "evaluators": 1}, "eval_ema by itself"),
-    ):
-        with pytest.raises(UserError, match=message):
-            resolve(options)

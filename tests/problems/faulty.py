@@ -18,16 +18,11 @@ FAULTY_STEP = 5
 LEAVE_S = 0.02  # after it: that batches are left for the one which goes wrong, if it is late
 
 
-def rank() -> int:
+def is_last() -> bool:
+    """Return whether this is the last rank."""
     from mpi4py import MPI
 
-    return MPI.COMM_WORLD.rank
-
-
-def last_rank() -> int:
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD.size - 1
+    return MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1
 
 
 class Faulty(Softmax):
@@ -40,7 +35,7 @@ class Faulty(Softmax):
     def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
         self.calls += 1
         loss = super().loss_and_grad(params, batch, out)
-        if self.calls == self.at and (self.everywhere or rank() == last_rank()):
+        if self.calls == self.at and (self.everywhere or is_last()):
             return self.fail(loss, out)
         if self.calls > self.at:
             time.sleep(LEAVE_S)
@@ -125,7 +120,7 @@ class Leaves(Faulty):
 
 class RaisesInEvaluate(Softmax):
     def evaluate(self, params: Arrays, batch: Batch) -> dict[str, float]:
-        if rank() == last_rank():
+        if is_last():
             note()
             raise KeyError("a mistake of mine")
         return super().evaluate(params, batch)
@@ -136,7 +131,7 @@ class RaisesWhenMade(Softmax):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        if rank() == last_rank():
+        if is_last():
             raise KeyError("a mistake of mine")
 
 

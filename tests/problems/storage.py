@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from countdown import Stopping
 from counting import Counting, MeanCounting, SlowCounting
-from faulty import last_rank, rank
+from faulty import is_last
 
 from mpips import checkpoint
 from mpips.checkpoint import files, index, shards
@@ -98,7 +98,7 @@ class Moved(Fails, SlowCounting):
 
     def __init__(self, data: DataInfo, config: Config) -> None:
         super().__init__(data, config)
-        self.out, self.last = Path(config.out), rank() == last_rank()
+        self.out, self.last = Path(config.out), is_last()
         self.done, self.pause = self.out.with_name(f"{self.out.name}.moved"), 1e-3
         self.waits = not config.resume
 
