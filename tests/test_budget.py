@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39697
+TOTAL = 39695
 TESTS = 38300  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 60,
@@ -19,7 +19,7 @@ BUDGET = {
     "checkpoint": 1512,
     "codecs": 620,
     "config": 1249,
-    "datasets": 2648,
+    "datasets": 2646,
     "errors.py": 60,
     "extras.py": 20,
     "failover": 866,

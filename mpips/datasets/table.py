@@ -98,9 +98,9 @@ class Table(ABC):
     def read(self, begin: int, end: int) -> tuple[Any, np.ndarray]:
         """Return the stored inputs and targets of rows ``[begin, end)``; do not write to them."""
 
-    @abstractmethod
     def read_y(self, begin: int, end: int) -> np.ndarray:
         """Return only the stored targets of rows ``[begin, end)``; do not write to them."""
+        return self.read(begin, end)[1]
 
     def gather(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return stored inputs and targets of `rows`, shape (n,), int64, in that order.
@@ -141,10 +141,6 @@ class MemoryTable(Table):
     def read(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the stored inputs and targets of rows ``[begin, end)``, as views."""
         return self._x[begin:end], self._y[begin:end]
-
-    def read_y(self, begin: int, end: int) -> np.ndarray:
-        """Return the stored targets of rows ``[begin, end)``, as a view."""
-        return self._y[begin:end]
 
     def gather(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return stored inputs and targets of `rows`, as copies."""
