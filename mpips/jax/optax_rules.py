@@ -15,8 +15,7 @@ from mpips.config.groups import Group, text_of
 from mpips.errors import UserError
 from mpips.jax.trees import Leaves, PyTree
 from mpips.library.optimizers import SGD, Optimizer, Schedule, rule_called
-from mpips.optim import make_rule
-from mpips.optim.making import clip_factor
+from mpips.optim import Rule, clip_factor, make_rule
 
 READ = (
     "adam, adamw, sgd or lion of optax, or a chain of clip_by_global_norm, add_decayed_weights, "
@@ -47,22 +46,17 @@ class Read(Optimizer):
         rule: The rule, with its numbers.
         clip: Bound of the global norm; 0 for none.
         groups: Groups of the arrays without weight decay.
-        by_update: Rate by the number of the update, from 1; None for a constant one.
+        rate_schedule: Rate by the number of the update, from 1; None for a constant one.
     """
 
     name = "optax"
     rule: Optimizer = field(default_factory=SGD)
     clip: float = 0.0
     groups: tuple[Group, ...] = ()
-    by_update: Schedule | None = None
+    rate_schedule: Schedule | None = None
 
     def __repr__(self) -> str:
         return f"{self.rule!r} of optax"
-
-    @property
-    def rate_schedule(self) -> Schedule | None:
-        """See `Optimizer.rate_schedule`."""
-        return self.by_update
 
     def options(self) -> dict[str, Any]:
         """See `Optimizer.options`."""
@@ -71,7 +65,7 @@ class Read(Optimizer):
             options["clip"] = self.clip
         if self.groups:
             options["groups"] = text_of(self.groups)
-        if self.by_update is not None:
+        if self.rate_schedule is not None:
             options |= {"schedule": "constant", "warmup_steps": 0}
         return options
 
@@ -93,20 +87,18 @@ def rule_of(found: Any, params: PyTree) -> Read:
     """
     if not callable(getattr(found, "init", None)) or not callable(getattr(found, "update", None)):
         raise UserError(f"optimizer of type {type(found).__name__}", READ)
-    read = _Chain(_like(params), params)
-    for name, kept in _pieces(found.update):
-        read.add(name, kept)
-    result = read.result()
+    small = _like(params)
+    read = _read(_pieces(found.update), params, small)
     try:
-        error = _difference(found, result, read.small)
+        error = _difference(found, read, small)
     except Exception as problem:
         got = f"optimizer= that raised {type(problem).__name__}: {problem}"
         raise UserError(got, "one that updates the parameters") from problem
     if not error <= CLOSE:
-        got = f"optimizer= whose updates are not those of {result.rule} with clip {result.clip:g}"
+        got = f"optimizer= whose updates are not those of {read.rule} with clip {read.clip:g}"
         remedy = "in a chain clipping comes first, and numbers have 64 bits, as mu_dtype=None gives"
         raise UserError(f"{got}, by {error:.1g}", READ, remedy)
-    return result
+    return read
 
 
 def _pieces(update: Any) -> Iterator[Piece]:
@@ -139,87 +131,78 @@ def _inner(values: Sequence[Any]) -> Iterator[Any]:
             yield value
 
 
-class _Chain:
-    """Reader of a chain of transformations.
+def _read(pieces: Iterator[Piece], params: PyTree, small: PyTree) -> Read:
+    """Return the rule that the transformations of a chain make.
 
     Args:
-        small: A pytree like the parameters, with small leaves.
+        pieces: The transformations.
         params: The parameters.
+        small: A pytree like them, with small leaves.
+
+    Raises:
+        UserError: If a transformation is unknown; if the rate is not finite and positive, or cannot
+            be computed.
     """
-
-    def __init__(self, small: PyTree, params: PyTree) -> None:
-        self.small, self._params = small, params
-        self._rule, self._numbers, self._clip = "sgd", dict[str, float](), 0.0
-        self._undecayed: list[str] = []  # names of arrays without weight decay
-        self._scales: list[Any] = []
-
-    def add(self, name: str, closure: Mapping[str, Any], mask: Any = None) -> None:
-        """Read a transformation.
-
-        Raises:
-            UserError: If it is unknown.
-        """
+    rule, numbers, clip, scales = "sgd", dict[str, float](), 0.0, list[Any]()
+    groups: tuple[Group, ...] = ()
+    for name, closure in pieces:
+        mask = None
         if name == "masked":
-            inner, *more = _pieces(closure["inner"].update)
-            if inner[0] != "add_decayed_weights" or more:
-                raise UserError(f"optimizer= with a mask of {inner[0]}", "one of weight decay")
-            self.add(*inner, closure["mask"])
-        elif name == "clip_by_global_norm":
-            self._clip = _number(name, closure, "max_norm")
+            mask = closure["mask"]
+            (name, closure), *more = _pieces(closure["inner"].update)
+            if name != "add_decayed_weights" or more:
+                raise UserError(f"optimizer= with a mask of {name}", "one of weight decay")
+        if name == "clip_by_global_norm":
+            clip = _number(name, closure, "max_norm")
         elif name == "add_decayed_weights":
-            self._add_decay(_number(name, closure, "weight_decay"), mask)
+            if decay := _number(name, closure, "weight_decay"):
+                if "weight_decay" in numbers:
+                    raise UserError("optimizer= with two weight decays", "one")
+                numbers["weight_decay"] = decay
+                rule = "adamw" if rule == "adam" else rule
+                groups = () if mask is None else _undecayed(mask, params, small)
         elif name in ("scale", "scale_by_schedule"):
-            self._scales.append(closure["step_size" if name == "scale" else "step_size_fn"])
+            scales.append(closure["step_size" if name == "scale" else "step_size_fn"])
         elif name != "identity":
-            self._add_core(name, closure)
+            rule, of_core = _core(name, closure, rule)
+            numbers |= of_core
+    schedule, lr = _rates(scales)
+    if not 0 < lr < math.inf:
+        raise UserError(f"optimizer= with rate {lr:g}", "a finite rate > 0")
+    return Read(lr, rule_called(rule, {"lr": lr, **numbers}), clip, groups, schedule)
 
-    def _add_core(self, name: str, closure: Mapping[str, Any]) -> None:
-        known = [core for core in CORES if core[0] == name]
-        if not known or self._rule != "sgd":
-            second = f" after {self._rule}" if known else ""
-            raise UserError(f"optimizer= with optax.{name}{second}", READ)
-        for _, rule, numbers, fixed in known:
-            other = {k: closure[k] for k in fixed if k in closure and closure[k] != fixed[k]}
-            if not other:
-                self._rule = rule
-                self._numbers |= {
-                    ours: _number(name, closure, key) for key, ours in numbers.items()
-                }
-                return
-        key, value = next(iter(other.items()))
-        raise UserError(f"{key}={value!r} of optax.{name}", f"{fixed[key]!r}, as here")
 
-    def _add_decay(self, decay: float, mask: Any) -> None:
-        if not decay:
-            return
-        if "weight_decay" in self._numbers:
-            raise UserError("optimizer= with two weight decays", "one")
-        self._numbers["weight_decay"] = decay
-        self._rule = "adamw" if self._rule == "adam" else self._rule
-        if mask is not None:
-            whole = mask(self._params) if callable(mask) else mask
-            small = mask(self.small) if callable(mask) else mask
-            if jax.tree.leaves(whole) != jax.tree.leaves(small):  # the trial uses small leaves
-                got = "optimizer= with a mask that looks at the sizes of arrays"
-                raise UserError(got, "a pytree of booleans", "give it mask=mask(params)")
-            each = jax.tree.map(
-                lambda on, below: jax.tree.map(lambda _: on, below), whole, self.small
-            )
-            decays = zip(Leaves(self.small).names, jax.tree.leaves(each), strict=True)
-            self._undecayed = [name for name, on in decays if not on]
+def _core(name: str, closure: Mapping[str, Any], before: str) -> tuple[str, dict[str, float]]:
+    """Return the rule of a transformation, behind the rule `before`, and the rule's numbers.
 
-    def result(self) -> Read:
-        """Return the rule that the transformations make.
+    Raises:
+        UserError: If it is of no rule, or there was one.
+    """
+    known = [core for core in CORES if core[0] == name]
+    if not known or before != "sgd":
+        second = f" after {before}" if known else ""
+        raise UserError(f"optimizer= with optax.{name}{second}", READ)
+    for _, rule, numbers, fixed in known:
+        other = {k: closure[k] for k in fixed if k in closure and closure[k] != fixed[k]}
+        if not other:
+            return rule, {ours: _number(name, closure, key) for key, ours in numbers.items()}
+    key, value = next(iter(other.items()))
+    raise UserError(f"{key}={value!r} of optax.{name}", f"{fixed[key]!r}, as here")
 
-        Raises:
-            UserError: If the rate is not finite and positive, or cannot be computed.
-        """
-        schedule, lr = _rates(self._scales)
-        if not 0 < lr < math.inf:
-            raise UserError(f"optimizer= with rate {lr:g}", "a finite rate > 0")
-        rule = rule_called(self._rule, {"lr": lr, **self._numbers})
-        groups = tuple(Group(_pattern(name), weight_decay=0.0) for name in self._undecayed)
-        return Read(lr, rule, self._clip, groups, schedule)
+
+def _undecayed(mask: Any, params: PyTree, small: PyTree) -> tuple[Group, ...]:
+    """Return the groups of the arrays that a mask leaves without weight decay.
+
+    Raises:
+        UserError: If the mask differs for small arrays, which the trial has.
+    """
+    whole, each = (mask(tree) if callable(mask) else mask for tree in (params, small))
+    if jax.tree.leaves(whole) != jax.tree.leaves(each):
+        got = "optimizer= with a mask that looks at the sizes of arrays"
+        raise UserError(got, "a pytree of booleans", "give it mask=mask(params)")
+    each = jax.tree.map(lambda on, below: jax.tree.map(lambda _: on, below), whole, small)
+    decays = zip(Leaves(small).names, jax.tree.leaves(each), strict=True)
+    return tuple(Group(_pattern(name), weight_decay=0.0) for name, on in decays if not on)
 
 
 def _number(name: str, closure: Mapping[str, Any], key: str) -> float:
@@ -283,46 +266,36 @@ def _like(params: PyTree) -> PyTree:
 def _difference(found: Any, read: Read, small: PyTree) -> float:
     """Return the largest difference of parameters after steps of both, in 64 bits."""
     leaves, structure = jax.tree.flatten(small)
-    rng = np.random.default_rng(1)
-    mine = _Steps(read, Leaves(small).names, [np.array(leaf).reshape(-1) for leaf in leaves])
+    rules, rng = _rules(read, Leaves(small).names), np.random.default_rng(1)
+    ours = [np.array(leaf).reshape(-1) for leaf in leaves]
+    pairs = zip(rules, ours, strict=True)
+    slots = [tuple(np.zeros_like(array) for _ in rule.slots) for rule, array in pairs]
     with _in_64_bits():
         theirs = [jnp.asarray(leaf) for leaf in leaves]
         state = found.init(structure.unflatten(theirs))
         for step, norm in enumerate(TRIED, 1):
             grads = [np.asarray(rng.normal(size=leaf.shape)) for leaf in leaves]
-            factor = norm * (read.clip or 1) / math.sqrt(sum(float((g * g).sum()) for g in grads))
+            factor = norm * (read.clip or 1) / math.sqrt(_square(grads))
             grads = [factor * grad for grad in grads]
             trees = ([jnp.asarray(grad) for grad in grads], theirs)
             given, params = (structure.unflatten(tree) for tree in trees)
             change, state = found.update(given, state, params)
             theirs = [p + c for p, c in zip(theirs, jax.tree.leaves(change), strict=True)]
-            mine.step(step, [grad.reshape(-1) for grad in grads])
-        pairs = zip(theirs, mine.params, strict=True)
-        return max(float(np.abs(np.asarray(t).reshape(-1) - m).max(initial=0)) for t, m in pairs)
+            factor = clip_factor(_square(grads), read.clip)
+            lr = read.rate_schedule(step) if read.rate_schedule else float(read.lr or 0)
+            for rule, array, grad, own in zip(rules, ours, grads, slots, strict=True):
+                rule.apply(array, factor * grad.reshape(-1), own, step, lr)
+        both = zip(theirs, ours, strict=True)
+        return max(float(np.abs(np.asarray(t).reshape(-1) - o).max(initial=0)) for t, o in both)
 
 
-class _Steps:
-    """Steps of a rule of mpips over named parameters.
+def _square(arrays: Sequence[np.ndarray]) -> float:
+    return sum(float((array * array).sum()) for array in arrays)
 
-    Args:
-        read: The rule, its clipping and its schedule.
-        names: Names of the parameters.
-        params: The parameters, changed in place; each of shape (n,).
-    """
 
-    def __init__(self, read: Read, names: Sequence[str], params: list[np.ndarray]) -> None:
-        self.params, self._read = params, read
-        numbers = read.rule.options()
-        rule = make_rule(numbers.pop("optimizer"), **numbers)
-        undecayed = {group.pattern for group in read.groups}
-        bare = replace(rule, weight_decay=0.0)
-        self._rules = [bare if _pattern(name) in undecayed else rule for name in names]
-        self._slots = [tuple(np.zeros_like(array) for _ in rule.slots) for array in params]
-
-    def step(self, step: int, grads: Sequence[np.ndarray]) -> None:
-        """Make a step with gradients, each of shape (n,)."""
-        factor = clip_factor(sum(float(grad @ grad) for grad in grads), self._read.clip)
-        lr = self._read.by_update(step) if self._read.by_update else float(self._read.lr or 0)
-        each = zip(self._rules, self.params, grads, self._slots, strict=True)
-        for rule, params, grad, slots in each:
-            rule.apply(params, factor * grad, slots, step, lr)
+def _rules(read: Read, names: Sequence[str]) -> list[Rule]:
+    """Return the rule of each array, by its name."""
+    numbers = read.rule.options()
+    rule = make_rule(numbers.pop("optimizer"), **numbers)
+    undecayed, bare = {group.pattern for group in read.groups}, replace(rule, weight_decay=0.0)
+    return [bare if _pattern(name) in undecayed else rule for name in names]
