@@ -77,9 +77,7 @@ class Ranks(ClusterEnvironment):
         mine = {name: (tuple(t.shape), str(t.dtype)) for name, t in named.items()}
         every = self.gather(mine, everywhere=True)
         for rank, theirs in enumerate(every):
-            for name in every[0].keys() ^ theirs.keys() or {
-                name for name in theirs if theirs[name] != every[0][name]
-            }:
+            for name, _ in every[0].items() ^ theirs.items():
                 got = f"{name!r} of shape {theirs.get(name)} in the model on rank {rank}"
                 raise UserError(got, f"{every[0].get(name)}, as on rank 0")
         for tensor in named.values():
@@ -209,35 +207,26 @@ class Collectives:
         return torch.stack(self.gather(tensor.detach())).to(tensor.device)
 
 
-class _States:
-    """Gathers states of metrics; copies of a metric share it."""
-
-    def __init__(self, workers: Collectives) -> None:
-        self._collectives = workers
-
-    def __deepcopy__(self, memo: Any) -> "_States":
-        return self
-
-    def __call__(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-        return self._collectives.gather(tensor)
-
-    def on(self) -> bool:
-        return self._collectives.shares
-
-
 @contextmanager
 def metrics_shared(module: torch.nn.Module, workers: Collectives) -> Iterator[None]:
     """Within the block, compute metrics of torchmetrics in a module over all workers."""
-    states = _States(workers)
+
+    # Functions, since copies of a metric share them; of a method they would copy the object.
+    def gather(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+        return workers.gather(tensor)
+
+    def available() -> bool:
+        return workers.shares
+
     own = {
         metric: metric.distributed_available_fn
         for metric in module.modules()
         if isinstance(metric, Metric) and metric.dist_sync_fn is None
     }
     for metric in own:
-        metric.dist_sync_fn, metric.distributed_available_fn = states, states.on
+        metric.dist_sync_fn, metric.distributed_available_fn = gather, available
     try:
         yield
     finally:
-        for metric, available in own.items():
-            metric.dist_sync_fn, metric.distributed_available_fn = None, available
+        for metric, function in own.items():
+            metric.dist_sync_fn, metric.distributed_available_fn = None, function

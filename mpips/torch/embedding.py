@@ -163,7 +163,7 @@ class RowsModule(torch.nn.Module):
             numbers = flat[grouped.order[grouped.starts[:-1]]].astype(np.int64, copy=False)
             positions = np.empty(len(flat), np.int64)
             positions[grouped.order] = np.repeat(np.arange(len(numbers)), np.diff(grouped.starts))
-        numbers, padding = self._padding_last(numbers, positions)
+        numbers, positions, padding = self._padding_last(numbers, positions)
         rows = self._source.read(kind, self._name, numbers)
         if padding is not None:
             rows[padding] = 0
@@ -174,17 +174,14 @@ class RowsModule(torch.nn.Module):
 
     def _padding_last(
         self, numbers: np.ndarray, positions: np.ndarray
-    ) -> tuple[np.ndarray, int | None]:
-        """Move the padding to the end of the rows, in place, and return its position, or None."""
+    ) -> tuple[np.ndarray, np.ndarray, int | None]:
+        """Return both with the padding as the last row, and its position; None without one."""
         indices = np.flatnonzero(numbers == self.padding_idx)
         if not indices.size:
-            return numbers, None
-        at, last = int(indices[0]), len(numbers) - 1
-        numbers[[at, last]] = numbers[[last, at]]
-        was_last = positions == last
-        positions[positions == at] = last
-        positions[was_last] = at
-        return numbers, last
+            return numbers, positions, None
+        order = np.arange(len(numbers))
+        order[[indices[0], -1]] = order[[-1, indices[0]]]
+        return numbers[order], order[positions], len(numbers) - 1
 
     def extra_repr(self) -> str:
         """Return the arguments that ``print`` shows."""

@@ -21,12 +21,8 @@ from mpips.torch.embedding import RowsModule
 
 SPARSE = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 NORMS = torch.nn.modules.batchnorm._NormBase  # normalization with running means
-# Dtypes in which parameters are stored and pushed.
-DTYPES = {
-    torch.float32: "float32", torch.float64: "float64",
-    torch.bfloat16: "float32", torch.float16: "float32",
-}  # fmt: skip
-HALVES = (torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)  # of parameters that are stored and pushed in float32
+DTYPES = (torch.float32, torch.float64, *HALVES)
 
 
 def make_model(

@@ -18,7 +18,6 @@ from mpips.torch.model import (
     Initial,
     evaluating,
     make_model,
-    statistics_of,
     tensors_of,
     trained_parameters,
 )
@@ -48,8 +47,9 @@ class ModuleProblem(Problem):
         super().__init__(data, config)
         self._make = functools.partial(_make, cls, data, getattr(torch, config.dtype))
         self.model = make_model(self._make, config.seed)
-        self.layout = Layout.of({name: a.shape for name, a in Initial(self.model).items()})
-        self.statistics = tuple(statistics_of(self.model))
+        initial = Initial(self.model)
+        self.layout = Layout.of({name: array.shape for name, array in initial.items()})
+        self.statistics = tuple(initial.running)
         self._name, self._own_loss = cls.__name__, callable(getattr(cls, "loss", None))
         if not self._own_loss and hasattr(self.model, "loss"):
             got = f"{self._name}.loss of type {type(self.model.loss).__name__}"

@@ -79,8 +79,8 @@ class Processes:
         context.set_forkserver_preload([__name__])  # imports torch once for all processes
         reader, self._alive = context.Pipe(duplex=False)
         loader = DataLoader(
-            Seeded(dataset, seed), batch_sampler=_Requests(self._requests), num_workers=count,
-            collate_fn=_Collate(collate), prefetch_factor=PER_PROCESS,
+            Seeded(dataset, seed), batch_sampler=_batches(self._requests), num_workers=count,
+            collate_fn=functools.partial(_collate, collate), prefetch_factor=PER_PROCESS,
             multiprocessing_context=context, generator=torch.Generator().manual_seed(seed),
             worker_init_fn=functools.partial(_watch, reader),
         )  # fmt: skip
@@ -169,28 +169,16 @@ class Seeded:
         torch.default_generator.manual_seed(words[2])
 
 
-class _Requests:
-    """Batch sampler of the DataLoader: the next requested batch, or an empty one."""
-
-    def __init__(self, requests: deque[list[Sample]]) -> None:
-        self._requests = requests
-
-    def __iter__(self) -> Iterator[list[Sample]]:
-        return self
-
-    def __next__(self) -> list[Sample]:
-        return self._requests.popleft() if self._requests else []
+def _batches(requests: deque[list[Sample]]) -> Iterator[list[Sample]]:
+    """Yield the next requested batch, or an empty one, without end."""
+    while True:
+        yield requests.popleft() if requests else []
 
 
-class _Collate:
-    """Makes a list of one batch from samples; from no samples an empty list."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any] | None) -> None:
-        self._collate = collate or default_collate
-
-    def __call__(self, samples: Any) -> list[Any]:
-        empty = isinstance(samples, list) and not samples
-        return [] if empty else [self._collate(samples)]
+def _collate(collate: Callable[[list[Any]], Any] | None, samples: Any) -> list[Any]:
+    """Return a list of the batch of some samples; of no samples an empty list."""
+    empty = isinstance(samples, list) and not samples
+    return [] if empty else [(collate or default_collate)(samples)]
 
 
 def _check(count: int, method: str) -> None:

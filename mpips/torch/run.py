@@ -23,13 +23,11 @@ from mpips.mpi.start import Comm
 from mpips.problems.base import Arrays
 from mpips.torch.embedding import Source, bind_tables
 from mpips.torch.model import (
-    DTYPES,
     Initial,
     evaluating,
     for_numpy,
     make_model,
     state_of,
-    statistics_of,
     tensors_by_name,
     trained_parameters,
 )
@@ -135,8 +133,9 @@ class TorchProgram(Program):
         initial = Initial(self.model, groups)
         self._initial, self._parameters = initial, dict(self.model.named_parameters())
         super().__init__(train, initial, rule, options, evaluate, held_out, callbacks, tables)
-        self.dtype = _dtype(self.model, groups)
-        self.statistics = tuple(statistics_of(self.model))
+        trained = trained_parameters(self.model, groups).values()
+        self.dtype = "float64" if torch.float64 in {p.dtype for p in trained} else "float32"
+        self.statistics = tuple(initial.running)
         self.optimizer_state = optimizer_state
         self._buffers: dict[str, np.ndarray] = {}  # their means over the workers at the end
 
@@ -275,12 +274,6 @@ def _make(
     except Exception as error:
         got = f"model={getattr(model, '__name__', model)} raised {type(error).__name__}: {error}"
         raise UserError(got, "a module, on every rank") from error
-
-
-def _dtype(module: torch.nn.Module, groups: Sequence[Group]) -> str:
-    """Return the default dtype of a job: float64 if any parameter has it, else float32."""
-    dtypes = {DTYPES[p.dtype] for p in trained_parameters(module, groups).values()}
-    return "float32" if dtypes <= {"float32"} else "float64"
 
 
 def _mean_buffers(start: Start, module: torch.nn.Module) -> dict[str, np.ndarray]:

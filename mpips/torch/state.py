@@ -65,10 +65,7 @@ def optimizer_state(run: PathLike) -> dict[str, Any]:
     """
     saved, _ = need_whole(run)
     config, steps = from_toml(saved.config), saved.step
-    _check_rule(config)
-    if config.mode == "easgd":
-        got = f"{run} of mode easgd, whose workers each have an optimizer of their own"
-        raise UserError(got, "a mode with one for all")
+    _check(config, f"{run} of")
     if config.mode == "local_sgd":
         steps *= config.round_steps
     steps += int(saved.state.get("steps_before", 0))
@@ -115,12 +112,15 @@ def torch_optimizer(
     return optimizer
 
 
-def _check_rule(config: Config) -> None:
-    """Check that torch has a rule.
+def _check(config: Config, where: str) -> None:
+    """Check that a run has one optimizer, of a rule that torch has.
 
     Raises:
         UserError: If it does not.
     """
+    if config.mode == "easgd":
+        got = f"{where} mode easgd, whose workers each have an optimizer of their own"
+        raise UserError(got, "a mode with one for all")
     if config.optimizer not in KINDS:
         got = f"the state of optimizer {config.optimizer!r} for torch"
         raise UserError(got, f"one of {', '.join(KINDS)}", "mpips checkpoint exports it as arrays")
@@ -157,13 +157,10 @@ class TorchState:
     def __init__(
         self, state: Mapping[str, Any], config: Config, layout: Layout, statistics: Sequence[str]
     ) -> None:
-        if config.mode == "easgd":
-            got = "optimizer_state in mode easgd, whose workers each have an optimizer of their own"
-            raise UserError(got, "a mode with one for all")
+        _check(config, "optimizer_state in")
         if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
             got = f"optimizer_state of type {type(state).__name__}"
             raise UserError(got, "what the state_dict() of an optimizer of torch returns")
-        _check_rule(config)
         self._layout, self.slot_names = layout, RULES[config.optimizer].slots
         shapes = dict(zip(layout.names, layout.shapes, strict=True))
         trained = Layout.of({n: shape for n, shape in shapes.items() if n not in statistics})
@@ -176,18 +173,15 @@ class TorchState:
         self._state = {name: states.get(k, {}) for name, k in zip(names, numbers, strict=True)}
         self._keys = dict(zip(self.slot_names, KINDS[config.optimizer][2], strict=True))
         for name, tensors in self._state.items():
-            self._check(name, tensors, shapes[name])
+            for key in self._keys.values():
+                shape = shapes[name] if tensors.get(key) is None else tuple(tensors[key].shape)
+                if shape != shapes[name]:
+                    got = f"optimizer_state with {key} of shape {shape} for {name!r}"
+                    raise UserError(got, f"{shapes[name]}, as in the model")
         counts = {name: int(entry.get("step", 0)) for name, entry in self._state.items()}
         self.steps = max(counts.values()) if config.optimizer not in UNCOUNTED else 0
         skipped = {name: self.steps - count for name, count in counts.items()}
         self.skipped: Mapping[str, int] = {n: count for n, count in skipped.items() if count > 0}
-
-    def _check(self, name: str, tensors: Mapping[str, Any], shape: tuple[int, ...]) -> None:
-        for key in self._keys.values():
-            tensor = tensors.get(key)
-            if tensor is not None and tuple(tensor.shape) != shape:
-                got = f"optimizer_state with {key} of shape {tuple(tensor.shape)} for {name!r}"
-                raise UserError(got, f"{shape}, as in the model")
 
     def read_slot(
         self, name: str, begin: int = 0, end: int | None = None, out: np.ndarray | None = None
