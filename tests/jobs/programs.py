@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mpi4py import MPI
 
+from mpips.mpi import abort
 from tests.jobs.several import wait_for_all
 
 
@@ -26,4 +27,7 @@ def main(out: Path, lines: list[str]) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, sys.argv[1])
-    main(Path(sys.argv[2]), sys.argv[3:])
+    try:
+        main(Path(sys.argv[2]), sys.argv[3:])
+    except BaseException as error:  # the other ranks would wait for this one
+        abort.abort(abort.raised(error), 1)

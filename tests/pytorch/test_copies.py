@@ -1,7 +1,6 @@
 """Copies to and from a device: their order, and what is pinned; on one that is late, or real."""
 
 import mmap
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,16 +13,6 @@ from late_device import LateDevice  # noqa: E402
 from mpips.torch import copies, model  # noqa: E402
 from mpips.torch.copies import PAGE, Pins  # noqa: E402
 from mpips.torch.model import Bound, Initial, make_model  # noqa: E402
-
-
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """All parameters are on a late device."""
-    LateDevice.made.clear()
-    monkeypatch.setattr(copies, "device_for", LateDevice)
-    monkeypatch.setattr(model, "needs_copy", lambda tensor: True)
-    yield
-    assert all(not one.pinned and not one.late for one in LateDevice.made)
 
 
 class Net(torch.nn.Module):  # type: ignore[name-defined, misc]
@@ -91,23 +80,24 @@ def follow(bound: Bound, loop: str, early: bool) -> None:
             params[name][...] = np.nan
 
 
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("way", ["views", "late", "early"])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_gradients_are_those_of_torch_on_a_late_device(loop: str, early: bool, late: None) -> None:
-    bound = Bound(make_model(Net, 0), early=early)
-    follow(bound, loop, early)
+def test_gradients_are_those_of_torch(loop: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of parameters that are all on a late device."""
+    LateDevice.made.clear()
+    monkeypatch.setattr(copies, "device_for", LateDevice)
+    monkeypatch.setattr(model, "needs_copy", lambda tensor: way != "views")
+    bound = Bound(make_model(Net, 0), early=way == "early")
+    follow(bound, loop, way == "early")
     (made,) = LateDevice.made
-    assert len(made.pinned) == made.pins == 1, "vectors that share a page"
-    assert (made.changed > 0) == (early and loop in ("added up", "clipped"))
+    assert len(made.pinned) == made.pins == (way != "views"), "vectors that share a page"
+    assert (made.changed > 0) == (way == "early" and loop in ("added up", "clipped"))
     bound.copies.unpin()
     bound.move_to(dict(Initial(make_model(Net, 3))))  # as at the end of a run
-    assert made.pins == 1
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_gradients_that_are_views_are_those_of_torch(loop: str) -> None:
-    LateDevice.made.clear()
-    follow(Bound(make_model(Net, 0)), loop, False)
+    bound.forget()
+    assert made.pins == (way != "views")
+    assert not made.pinned
+    assert not made.late
 
 
 ROOM = np.zeros(16 * PAGE, "u1")

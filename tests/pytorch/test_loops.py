@@ -162,13 +162,14 @@ class Rows(nn.Module):
         return self.rows(x).sum() + self.ids(x + (1 << 40)).sum()
 
 
-def test_a_model_may_be_tables_alone(run: Runs) -> None:
+def test_a_model_may_be_tables_alone(run: Runs, capfd: pytest.CaptureFixture[str]) -> None:
     def train(worker: mt.Worker) -> None:
         for (x,) in worker.loader(TensorDataset(torch.arange(10)), batch_size=5):
             worker.model(x).backward()
             worker.optimizer.step()
 
-    result = run(train, Rows, mpips.SGD(0.5), **{**EPOCH, "epochs": 3})
+    result = run(train, Rows, mpips.SGD(0.5), **{**EPOCH, "epochs": 3, "quiet": False})
+    assert "epochs= was not given" not in capfd.readouterr().out
     assert result.rows("rows", range(10)).tolist() == [[-1.5, -1.5]] * 10
     assert result.rows("ids", [1 << 40]).tolist()[0][0] <= -3
     assert not result.params
@@ -178,7 +179,7 @@ def test_a_model_may_be_tables_alone(run: Runs) -> None:
 # What a loop may do --------------------------------------------------------------------------
 
 
-def test_what_a_loop_cannot_do_is_told(run: Runs) -> None:
+def test_what_a_loop_cannot_do_is_told(run: Runs, capfd: pytest.CaptureFixture[str]) -> None:
     """Steps of torch's optimizers are refused over the run's parameters, while the run goes on."""
     others, kept = torch.optim.SGD(net().parameters(), 0.1), []
 
@@ -207,34 +208,6 @@ def test_what_a_loop_cannot_do_is_told(run: Runs) -> None:
         refused(lambda: next(iter(worker.loader(DATA, batch_size=SIZE))), again)
         refused(opt.step, "step without a batch")
 
-    run(train, net, steps=1)
+    run(train, net, quiet=False)
+    assert "the loop takes 40 epochs: epochs= was not given" in capfd.readouterr().out
     kept[0].step()
-
-
-def test_tensors_without_a_dimension_are_numbers(run: Runs) -> None:
-    def means(model: nn.Module, batch: Any) -> dict[str, Any]:
-        x, y = batch
-        out = model(x)
-        return {"loss": F.cross_entropy(out, y), "accuracy": (out.argmax(1) == y).double().mean()}
-
-    def train(worker: mt.Worker) -> None:
-        steps(plainly)(worker)
-        found.update(worker.evaluate(means, DATA))
-
-    found = dict[str, float]()
-    result = run(train, net, evaluate=means, held_out=DATA, steps=1)
-    assert found["accuracy"] == pytest.approx(result.summary["accuracy"])
-
-
-@pytest.mark.parametrize("given", [{}, {"epochs": 2}, {"steps": 3}])
-def test_epochs_that_are_not_given_are_told(
-    given: dict[str, int], run: Runs, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def train(worker: mt.Worker) -> None:
-        for x, y in worker.loader(DATA, batch_size=SIZE):
-            plainly(worker.model, worker.optimizer, x, y)
-            worker.stop()
-
-    run(train, net, quiet=False, **given)
-    told = "the loop takes 40 epochs: epochs= was not given" in capfd.readouterr().out
-    assert told == (not given)

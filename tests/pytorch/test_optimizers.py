@@ -1,6 +1,7 @@
 """Optimizers of torch: the rule that equals each, its state there and back, and the run's own."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -25,25 +26,19 @@ LAYOUT = Layout.of({"a": (2, 3), "b": (4,), "mean": (2,)})
 NUMBERS = {"momentum": 0.7, "decay": 0.8, "beta1": 0.8, "beta2": 0.9, "eps": 1e-3}
 ADAM: dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3}
 T = torch.optim
-OPTIMIZERS: dict[str, tuple[Any, Any]] = {  # torch's, and the rule that equals it
-    "sgd": (partial(T.SGD, lr=0.1), mpips.SGD(0.1, weight_decay=0.0)),
-    "momentum": (partial(T.SGD, lr=0.1, momentum=0.7), mpips.Momentum(0.1, 0.7, 0.0)),
-    "nesterov": (
-        partial(T.SGD, lr=0.1, momentum=0.7, nesterov=True), mpips.Nesterov(0.1, 0.7, 0.0)
-    ),
-    "adagrad": (partial(T.Adagrad, lr=0.1, eps=1e-3), mpips.Adagrad(0.1, 1e-3, 0.0)),
-    "rmsprop": (
-        partial(T.RMSprop, lr=0.1, alpha=0.8, eps=1e-3), mpips.RMSprop(0.1, 0.8, 1e-3, 0.0)
-    ),
-    "adadelta": (
-        partial(T.Adadelta, lr=0.1, rho=0.8, eps=1e-3), mpips.Adadelta(0.1, 0.8, 1e-3, 0.0)
-    ),
-    "adam": (partial(T.Adam, **ADAM), mpips.Adam(0.1, 0.8, 0.9, 1e-3, 0.0)),
-    "adamw": (partial(T.AdamW, **ADAM, weight_decay=0), mpips.AdamW(0.1, 0.8, 0.9, 1e-3, 0.0)),
-    "amsgrad": (partial(T.Adam, **ADAM, amsgrad=True), mpips.AMSGrad(0.1, 0.8, 0.9, 1e-3, 0.0)),
-    "nadam": (partial(T.NAdam, **ADAM), mpips.NAdam(0.1, 0.8, 0.9, 1e-3, 0.0)),
-    "radam": (partial(T.RAdam, **ADAM), mpips.RAdam(0.1, 0.8, 0.9, 1e-3, 0.0)),
-}  # fmt: skip
+OPTIMIZERS: dict[str, Any] = {  # torch's of each rule, with these numbers
+    "sgd": partial(T.SGD, lr=0.1),
+    "momentum": partial(T.SGD, lr=0.1, momentum=0.7),
+    "nesterov": partial(T.SGD, lr=0.1, momentum=0.7, nesterov=True),
+    "adagrad": partial(T.Adagrad, lr=0.1, eps=1e-3),
+    "rmsprop": partial(T.RMSprop, lr=0.1, alpha=0.8, eps=1e-3),
+    "adadelta": partial(T.Adadelta, lr=0.1, rho=0.8, eps=1e-3),
+    "adam": partial(T.Adam, **ADAM),
+    "adamw": partial(T.AdamW, **ADAM, weight_decay=0),
+    "amsgrad": partial(T.Adam, **ADAM, amsgrad=True),
+    "nadam": partial(T.NAdam, **ADAM),
+    "radam": partial(T.RAdam, **ADAM),
+}
 
 
 def net_of_two() -> torch.nn.Module:
@@ -66,9 +61,11 @@ def test_a_rule_and_its_state_are_torchs_there_and_back(name: str, decay: float)
     rule, rng = make_rule(name, **numbers), np.random.default_rng(0)
     params, *slots = np.zeros((1 + len(rule.slots), TRAINED.size))
     theirs = [torch.nn.Parameter(torch.zeros(s, dtype=torch.float64)) for s in TRAINED.shapes]
-    make, equal = OPTIMIZERS[name]
-    assert read_optimizer(make, net_of_two()) == (equal, [])
-    opt = make(theirs)
+    opt, (equal, groups) = OPTIMIZERS[name](theirs), read_optimizer(OPTIMIZERS[name], net_of_two())
+    numbers_read = {"optimizer": name, "lr": 0.1, "weight_decay": 0.0, **NUMBERS}
+    assert equal.options().items() <= numbers_read.items()
+    assert equal.options().keys() == {"optimizer", *(f.name for f in fields(equal))}, "all are read"
+    assert not groups
     opt.param_groups[0]["weight_decay"] = decay
     for step in range(1, 201):
         grad = rng.standard_normal(TRAINED.size)

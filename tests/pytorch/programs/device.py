@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import nets
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import mpips
@@ -23,15 +23,21 @@ from late_device import LateDevice
 TRAIN, TEST = digits(train=True), digits(train=False)
 
 
-def metrics(model: torch.nn.Module, batch: list[torch.Tensor]) -> dict[str, float]:
-    place = next(model.parameters()).device
-    return nets.metrics(model, [tensor.to(place) for tensor in batch])
+def net() -> nn.Module:
+    layers = nn.Linear(64, 80), nn.BatchNorm1d(80), nn.ReLU(), nn.Linear(80, 10)
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+def metrics(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    x, y = (tensor.to(next(model.parameters()).device) for tensor in batch)
+    z = model(x)
+    return {"loss": F.cross_entropy(z, y), "accuracy": (z.argmax(1) == y).double().mean()}
 
 
 def train(worker: mt.Worker, device: str = "", early: bool = False, steps: int = 10**6) -> None:
     """Train, up to a step in which what is under way ends with the run's memory."""
     place = worker.to(device, early) if device else torch.device("cpu")
-    parameter = next(p for p in worker.model.parameters() if p.requires_grad)
+    parameter = worker.model[1].weight
     assert parameter.device == place
     held, moved = parameter.data_ptr(), False
     for x, y in worker.loader(TRAIN, batch_size=64, epochs=3):
@@ -52,7 +58,7 @@ def run(given: dict[str, object], mode: str, out: Path, late: bool) -> mt.Result
     if late:
         binding.needs_copy, copying.device_for = lambda tensor: True, LateDevice
     result = mt.run(
-        lambda worker: train(worker, **given), nets.Net, mpips.SGD(0.05), out=out, mode=mode,
+        lambda worker: train(worker, **given), net, mpips.SGD(0.05), out=out, mode=mode,
         quiet=True, evaluate=metrics, held_out=TEST, prefetch=mode == "async",  # two replicas
     )  # fmt: skip
     binding.needs_copy, copying.device_for = was

@@ -20,7 +20,6 @@ from mpi4py import MPI
 from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
-import mpips
 import mpips.torch as mt
 
 WORLD = MPI.COMM_WORLD
@@ -73,11 +72,11 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, 0.01)
 
 
-def means(model: torch.nn.Module, batch: Any) -> dict[str, float]:
-    return {"loss": float(F.cross_entropy(model(batch[1]), batch[2]))}
+def means(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
+    return {"loss": F.cross_entropy(model(batch[1]), batch[2])}
 
 
-class Train(mpips.Callback):
+class Train:
     """A loop over epochs, and what this rank has seen of it.
 
     Args:
@@ -91,13 +90,9 @@ class Train(mpips.Callback):
         self.seen = Seen()
         self.drawn: dict[tuple[int, int], list[float]] = {}  # what was random, by epoch and sample
         self.readers = set[int]()
-        self.told: list[int] = []  # epochs, by the callback
         self.passes: list[int] = []
         self.lengths: list[tuple[int, int]] = []  # batches of each pass, and the loader's length
         self.behind: list[list[float]] = []  # the bias behind each pass
-
-    def on_epoch(self, worker: Any, epoch: int) -> None:
-        self.told.append(epoch)
 
     def __call__(self, worker: mt.Worker) -> None:
         self.id = worker.id
@@ -120,10 +115,8 @@ class Train(mpips.Callback):
             self.behind.append(worker.model.bias.tolist())
             if self.stop == "behind":
                 worker.stop()
-            if not self.stop:
-                assert not batches or self.told[-1] == epoch, (self.told, epoch)
-                if worker.workers == WORLD.size or worker.once():  # all, or one of the workers
-                    assert worker.evaluate(means, DATA)["loss"] > 0
+            if not self.stop and (worker.workers == WORLD.size or worker.once()):  # all, or one
+                assert type(worker.evaluate(means, DATA)["loss"]) is float, "a tensor is a number"
 
     def step(self, worker: mt.Worker, ids: Any, x: Any, y: Any) -> None:
         keys = [(worker.epoch, int(k)) for k in ids]
@@ -139,7 +132,6 @@ def run(train: Any, mode: str, out: Path, resume: str = "") -> mt.Result:
     return mt.run(
         train, model=lambda: torch.nn.Linear(5, 2).double(), optimizer=adamw, mode=mode, out=out,
         quiet=True, eval_every=0, checkpoint_every=0, resume=resume,
-        callbacks=[train] if isinstance(train, Train) else [],
     )  # fmt: skip
 
 

@@ -1,12 +1,8 @@
 """Schedulers, groups, and parameters that are frozen for a while, beside plain torch.
 
 Where a run's updates do not depend on who comes first, it ends as plain torch does that makes the
-same steps with the same scheduler and groups and freezes the same parameters, and so does the state
-of its optimizer, also where plain torch has begun the job. Elsewhere what is frozen, or of a group
-of rate zero, is the same bit for bit, a scheduler that makes the rate small keeps the others near,
-and the update rule counts for a parameter what it was trained in alone; and a scheduler goes by
-steps and by updates, with gradients that are all 1, so that the parameters end at the sum of the
-rates of all updates.
+same steps, and so does its optimizer's state. Elsewhere what is frozen, or of rate zero, stays bit
+for bit, and the update rule counts for a parameter the steps in which it was trained alone.
 
 The first layer begins frozen: the loop freezes it, or the model comes so, and a group gives it a
 rate.

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from mpi4py import MPI
 from torch import nn
@@ -83,23 +82,20 @@ class Notes(lightning.Callback):
         self.samples.update((trainer.current_epoch, int(sample)) for sample in given[-2][-1])
 
 
-class Leave(lightning.Callback):
-    """Has the Trainer leave its loop within a pass; in sync on every worker in the same step."""
-
-    def __init__(self, one: bool = False) -> None:
-        self.one = one  # whether worker 0 alone asks; others clear the request of the run's end
-
-    def on_train_batch_end(self, trainer: Any, *given: Any) -> None:
-        here = trainer.is_global_zero if self.one else given[-1] >= 1
-        trainer.should_stop = trainer.current_epoch >= 1 and here
+def leave(trainer: Any, *given: Any) -> None:
+    """Have the Trainer leave its loop within a pass; in sync on every worker in the same step."""
+    trainer.should_stop = trainer.current_epoch >= 1 and given[-1] >= 1
 
 
-class Signal(lightning.Callback):
-    """Has the whole job asked to save and to end, in a step of worker 0."""
+def leave_alone(trainer: Any, *given: Any) -> None:
+    """Ask for it on worker 0 alone; others clear the request of the run's end."""
+    trainer.should_stop = trainer.current_epoch >= 1 and trainer.is_global_zero
 
-    def on_train_batch_end(self, trainer: Any, *given: Any) -> None:
-        if trainer.is_global_zero and trainer.global_step == 6:
-            os.kill(os.getpid(), signal.SIGTERM)
+
+def ask_to_end(trainer: Any, *given: Any) -> None:
+    """Ask the whole job to save and to end, in a step of worker 0."""
+    if trainer.is_global_zero and trainer.global_step == 6:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 PLAIN: dict[str, Any] = {
@@ -158,13 +154,12 @@ def alike(values: Any) -> bool:
 
 
 def check_fit(mode: str, folder: Path) -> None:
-    """Fit, validate and test, with a checkpoint and a log: all are alike on every rank."""
+    """Fit, validate and test, with a checkpoint: all are alike on every rank."""
     notes, best = Notes(), ModelCheckpoint(folder / mode, monitor="val_loss", save_last=True)
-    log = CSVLogger(folder, name=f"log-{mode}")
     module = Classes(1000)
     module.net[0].bias.data += WORLD.rank  # of other numbers on each rank
     before, held_out = weights(module), DataLoader(DATA, 2 * SIZE)
-    trainer = make(mode, folder / f"run-{mode}", callbacks=[notes, best], logger=log)
+    trainer = make(mode, folder / f"run-{mode}", callbacks=[notes, best])
     trainer.fit(module, shuffled(), held_out)
     ranks = WORLD.allgather((trainer.global_rank, trainer.is_global_zero))
     assert sorted(rank for rank, _ in ranks) == list(range(WORLD.size))
@@ -180,16 +175,9 @@ def check_fit(mode: str, folder: Path) -> None:
     told = trainer.validate(module, held_out, verbose=False)
     assert told == trainer.test(module, held_out, verbose=False)
     assert alike(told[0]["val_loss"])
-    x, k = DATA.tensors
-    padded = F.cross_entropy(module(x), k % 2).item()
-    assert abs(told[0]["val_loss"] - padded) < 0.02
     x, k = (whole := first(96)).tensors  # a metric of torchmetrics is that over all workers
     told = trainer.validate(module, DataLoader(whole, 11), verbose=False)
     assert abs(told[0]["accuracy"] - (module(x).argmax(1) == k % 2).double().mean()) < 1e-6
-    lines = (Path(log.log_dir) / "metrics.csv").read_text().splitlines()
-    assert "val_loss" in lines[0]
-    assert len(lines) > EPOCHS
-    WORLD.barrier()
 
 
 def check_equal(folder: Path) -> None:
@@ -232,13 +220,15 @@ def check_ends(folder: Path) -> None:
         assert trainer.current_epoch in (2, 3), (mode, trainer.current_epoch)
         assert stop.stopped_epoch or WORLD.rank
         left = "local_sgd" if mode == "sync" else mode
-        check_account(left, folder / f"left-{mode}", Leave(), epochs=-1)
+        stop = LambdaCallback(on_train_batch_end=leave)
+        check_account(left, folder / f"left-{mode}", stop, epochs=-1)
         trainer = make(mode, folder / f"steps-{mode}", max_epochs=-1, max_steps=8)
         trainer.fit(Classes(1000), shuffled())
         steps = WORLD.allgather(trainer.global_step)
         assert (mode == "async" and max(steps) >= 8) or steps == [8] * WORLD.size, (mode, steps)
         assert trainer.max_steps == 8
-    trainer = make("async", folder / "one", callbacks=[Leave(one=True)], max_epochs=-1)
+    stop = LambdaCallback(on_train_batch_end=leave_alone)
+    trainer = make("async", folder / "one", callbacks=[stop], max_epochs=-1)
     trainer.fit(Classes(1000), shuffled())
     assert trainer.should_stop == trainer.strategy.ranks.works
 
@@ -248,7 +238,8 @@ def check_resumed(folder: Path) -> None:
     for mode in ("sync", "async"):
         notes, last = Notes(), ModelCheckpoint(folder / f"last-{mode}", save_last=True)
         out, options = folder / f"resumed-{mode}", {"checkpoint_every": 0, "resume": "auto"}
-        trainer = make(mode, out, options, callbacks=[notes, last, Signal()])
+        ends = LambdaCallback(on_train_batch_end=ask_to_end)
+        trainer = make(mode, out, options, callbacks=[notes, last, ends])
         with pytest.raises(SystemExit) as ended:
             trainer.fit(Classes(100), shuffled())
         assert ended.value.code == 85
