@@ -12,13 +12,12 @@ pytestmark = [
     for name in ("torch", "lightning")
 ]
 
-PROGRAM = ROOT / "tests" / "pytorch" / "programs" / "lightning_fits.py"
-
 
 @pytest.mark.launch
 @pytest.mark.one_mpi
 def test_a_trainer_fits_in_each_mode(tmp_path: Path) -> None:
     """Checkpoints, logs, validation and test as well; what cannot be is refused."""
-    found = run(3, [str(PROGRAM), str(tmp_path)], tmp_path, 600).check()
-    assert found.output.count(": all is right") == 3
+    script = [str(ROOT / "tests" / part) for part in ("jobs/programs.py", "pytorch/programs")]
+    found = run(3, [*script, str(tmp_path), "lightning_fits"], tmp_path, 600).check()
+    assert found.output.count("== lightning_fits on rank ") == 3
     assert "optimizer.step()` before" not in found.output
