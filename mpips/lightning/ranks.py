@@ -208,15 +208,15 @@ class Collectives:
 
 
 @contextmanager
-def metrics_shared(module: torch.nn.Module, workers: Collectives) -> Iterator[None]:
+def metrics_shared(module: torch.nn.Module, strategy: Collectives) -> Iterator[None]:
     """Within the block, compute metrics of torchmetrics in a module over all workers."""
 
     # Functions, since copies of a metric share them; of a method they would copy the object.
     def gather(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-        return workers.gather(tensor)
+        return strategy.gather(tensor)
 
     def available() -> bool:
-        return workers.shares
+        return strategy.shares
 
     own = {
         metric: metric.distributed_available_fn
