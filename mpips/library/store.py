@@ -268,9 +268,15 @@ class Store:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        try:
+            if error is None:
+                self.close()
+        except BaseException as problem:
+            error = problem
         if error is not None:  # only this rank may have raised, and the others wait for it
-            abort.abort(abort.raised(error), Exit.FAILED)
-        self.close()
+            if isinstance(error, UserError):
+                error.code = Exit.FAILED
+            abort.abort(abort.raised(error), abort.code_of(error))
 
 
 def _checked(options: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:

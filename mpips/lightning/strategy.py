@@ -11,7 +11,7 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
-from mpips.errors import Exit, UserError
+from mpips.errors import UserError
 from mpips.lightning import progress
 from mpips.lightning.loader import Batches
 from mpips.lightning.ranks import Collectives, Ranks, metrics_shared
@@ -233,7 +233,7 @@ class Launcher(_Launcher):
                 outcome = function()
             except BaseException as error:
                 if ranks.cluster.world > 1:  # the other ranks wait for this one
-                    abort.abort(abort.raised(error), getattr(error, "code", Exit.FAILED))
+                    abort.abort(abort.raised(error), abort.code_of(error))
                 raise
         shared = ranks.share(outcome if trainer.state.fn != TrainerFn.PREDICTING else None)
         return outcome if ranks.works else shared

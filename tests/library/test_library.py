@@ -18,7 +18,8 @@ import mpips
 from mpips.config import OPTIONS, Config
 from mpips.config.names import LEARNING_RATES
 from mpips.config.validation import validate
-from mpips.errors import UserError
+from mpips.errors import Exit, UserError
+from mpips.launch import mpirun
 from mpips.library import optimizers
 from mpips.library.data import Samples
 from mpips.library.loop import TEXT_MAX, note
@@ -76,7 +77,7 @@ ENDS = {
     "at the start": ({"before": AT_THE_START}, 85, r"^mpips: own.py:\d+: SIGUSR1 before training"),
 }  # fmt: skip
 FAILS = """
-import numpy as np, mpips
+import os, numpy as np, mpips
 
 with mpips.Store(None, {{"w": np.zeros(3)}}) as store:
     {}
@@ -193,6 +194,17 @@ def test_an_exception_in_the_block_of_a_store_ends_the_job(name: str, tmp_path: 
     found = run(3, ["own.py"], tmp_path).check(1)
     assert re.search(told, found.output, re.M), found.output
     assert found.output.count("mpips: ") == 1, "told once"
+
+
+@pytest.mark.launch
+@pytest.mark.skipif(not mpirun.survivors_launcher(), reason="this MPI ends jobs whose ranks die")
+def test_a_death_in_a_store_is_told_from_an_exception(tmp_path: Path) -> None:
+    """It is found by the server, as it serves to the end, and by the worker, in its block."""
+    dies = "while store.worker == 0: store.push()\n    if store.worker: os.kill(os.getpid(), 9)"
+    (tmp_path / "own.py").write_text(FAILS.format(dies))
+    with Running(3, ["own.py"], tmp_path, launcher=mpirun.survivors_launcher()) as job:
+        done = job.wait(60).check(Exit.KILLED)
+    assert done.output.count("rank 2 has died, expected all that this job needs") == 1, done.output
 
 
 @pytest.mark.launch
