@@ -121,12 +121,10 @@ def _start(line: command_line.CommandLine) -> int:
         return code
     except CollectiveError as error:
         return refuse(error, launched() or "")
-    except UserError as error:  # only this rank raised it
+    except BaseException as error:  # only this rank raised it
+        message = str(error) if isinstance(error, UserError) else abort.raised(error)
         heartbeat.report_exit(abort.code_of(error))
-        abort.abort(str(error), abort.code_of(error))
-    except BaseException as error:
-        heartbeat.report_exit(abort.code_of(error))
-        abort.abort(abort.raised(error), abort.code_of(error))
+        abort.abort(message, abort.code_of(error))
 
 
 if __name__ == "__main__":

@@ -242,7 +242,7 @@ def _end(start: Start, error: BaseException) -> None:
         error.code = Exit.FAILED
     if start.comm.size > 1:
         abort.abort(abort.raised(error), abort.code_of(error))
-    start.hide()
+    start.board.close()
 
 
 def _unheeded(result: Result) -> str:

@@ -35,7 +35,7 @@ from mpips.planning.job import Job
 from mpips.problems.accumulate import Tasks
 from mpips.problems.base import Arrays
 from mpips.session import folder
-from mpips.session.evaluator import Evaluator, checked_samples, end_evaluations, evaluators
+from mpips.session.evaluator import Evaluator, checked_samples
 from mpips.session.setup import assign_roles, held_run, make_job, shown, tell_ranks, traced
 from mpips.session.training import Ended, train
 
@@ -114,6 +114,7 @@ class Start:
         trains: Whether this rank trains; else it is an evaluator.
         job: The job, on a rank that trains, once the loop has begun.
         out: The run's folder, on every rank, once the loop has begun.
+        board: Open while this rank is on the status board.
 
     Collective: yes.
     """
@@ -132,10 +133,10 @@ class Start:
         count = self.config.evaluators
         self._link = Link(self.comm, count) if count else None
         self.trains = self._link is None or not self._link.evaluates
-        assign = assign_roles if self.trains else evaluators
-        self.ranks: Cluster = agreed(self._link, lambda: assign(self._link or comm, self.config))
-        self._shown = contextlib.ExitStack()
-        self._where = self._shown.enter_context(shown(self.ranks, self.config, self._link))
+        everyone = self._link or comm
+        self.ranks: Cluster = agreed(self._link, lambda: assign_roles(everyone, self.config))
+        self.board = contextlib.ExitStack()
+        self._where = self.board.enter_context(shown(self.ranks, self.config, self._link))
         self.workers = cluster_subset(self.ranks, self.ranks.roles.workers)
         self._evaluator: Evaluator | None = None
         self.job: Job
@@ -193,10 +194,7 @@ class Start:
         if self._link is not None:
             _alike(self.comm, {"held-out samples": self.job.info.n_test})
         self.job.sets_rate = program.sets_rate
-        ended = yield from train(self.job, run, True, program.callbacks.event, self._link)
-        if self._link is not None:
-            end_evaluations(self._link, ended.code)
-        return ended
+        return (yield from train(self.job, run, True, program.callbacks.event, self._link))
 
     def _follow(self, run: folder.Run) -> Ended:
         """Evaluate until the run has ended, on an evaluator."""
@@ -254,18 +252,14 @@ class Start:
         """Return a value of the training ranks on all ranks. Collective: over all ranks."""
         return value if self._link is None else self._link.share(value)
 
-    def hide(self) -> None:
-        """Remove this rank from the status board."""
-        self._shown.close()
-
     def part(self, code: int) -> None:
         """End together with evaluators, with the job's exit code. Collective: over all ranks."""
         if self._link is not None:
-            self._link.part(code, self.ranks.failures.lost if self.trains else ())
+            self._link.part(code, self.ranks.failures.lost)
 
     def free(self) -> None:
         """Free the communicators, unless ranks are missing. Collective: yes."""
-        self.hide()
+        self.board.close()
         if self._link is not None and self._link.missing:
             return
         if not self.ranks.failures.lost:  # freeing would wait for the dead ranks

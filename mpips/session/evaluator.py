@@ -13,18 +13,16 @@ from mpips.datasets import Batch, Source
 from mpips.datasets.base import iterate
 from mpips.errors import UserError
 from mpips.health import status_board
-from mpips.layout.roles import Roles
 from mpips.mpi import signals
 from mpips.mpi.collective_errors import raise_on_all
 from mpips.mpi.evaluator_link import Link
-from mpips.mpi.start import Comm
 from mpips.mpi.world import Cluster
 from mpips.problems import Problem, load_problem
 from mpips.problems.evaluation import CHUNK, metric_sums, share
 from mpips.problems.rows import evaluation
 from mpips.session.data import open_data
 from mpips.session.folder import Run
-from mpips.session.setup import make_cluster, shown, traced
+from mpips.session.setup import traced
 from mpips.snapshot.evaluations import Asked
 
 if TYPE_CHECKING:
@@ -37,7 +35,7 @@ class _Over(Exception):
     """The run has ended during an evaluation."""
 
 
-def evaluate_for(found: Run, link: Link) -> int:
+def evaluate_for(found: Run, ranks: Cluster, link: Link) -> int:
     """Evaluate checkpoints on the coordinator's request until the run ends; return the exit code.
 
     Raises:
@@ -46,27 +44,12 @@ def evaluate_for(found: Run, link: Link) -> int:
 
     Collective: yes, over training ranks and evaluators at the start. Blocks: until the run ends.
     """
-    ranks = link.agreed(lambda: evaluators(link, found.config))
-    with shown(ranks, found.config, link):
-        link.agreed(lambda: None)  # the training ranks prepare the job, and count the data's files
-        evaluator = link.agreed(lambda: _prepared(found, ranks, link))
-        with traced(found.config, ranks, found.out, link):
-            code = evaluator.serve()
-        link.part(code)
-    if not link.missing:
-        ranks.free()
+    link.agreed(lambda: None)  # the training ranks prepare the job, and count the data's files
+    evaluator = link.agreed(lambda: _prepared(found, ranks, link))
+    with traced(found.config, ranks, found.out, link):
+        code = evaluator.serve()
+    link.part(code)
     return code
-
-
-def evaluators(everyone: Comm | Link, config: Config) -> Cluster:
-    """Return the evaluator ranks, with their share of the cores.
-
-    Collective: yes, with `assign_roles` on the training ranks.
-    """
-    ranks = make_cluster(everyone, config)
-    ranks.roles = Roles((), tuple(range(ranks.world)))
-    ranks.limit_threads(config.threads)
-    return ranks
 
 
 def _prepared(found: Run, ranks: Cluster, link: Link) -> "Evaluator":
@@ -101,12 +84,6 @@ def checked_samples(held_out: Source | None, config: Config, remedy: str) -> Sou
         got = f"evaluators {config.evaluators} without held-out samples"
         raise UserError(got, "samples to evaluate", f"{remedy}, or leave out evaluators")
     return held_out
-
-
-def end_evaluations(link: Link, code: int) -> None:
-    """Send the exit code from the coordinator to the evaluators, as the run has ended."""
-    for rank in link.evaluators if link.everyone.rank == link.coordinator else ():
-        link.send(rank, "end", code)
 
 
 class _Unreadable(Exception):
@@ -183,7 +160,7 @@ class Evaluator:
         if kind == "begin":
             self._link.spare(payload)
         elif kind == "evaluate":
-            self._asked.append(Asked(*payload))
+            self._asked.append(payload)
         elif kind == "end":
             self._code = payload
         else:

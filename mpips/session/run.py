@@ -68,38 +68,27 @@ def _explain(line: CommandLine, comm: Comm) -> int:
 
 
 def _run(found: Run, comm: Comm, started: float) -> int:
-    if found.config.evaluators and not found.config.eval_only:
-        from mpips.session.evaluator import evaluate_for
+    config = found.config
+    link = Link(comm, config.evaluators) if config.evaluators and not config.eval_only else None
+    ranks = agreed(link, lambda: assign_roles(link or comm, config))
+    with shown(ranks, config, link) as where:
+        if config.eval_only:
+            code = _evaluate_only(make_job(found, ranks, started), found)
+        elif link is not None and link.evaluates:
+            from mpips.session.evaluator import evaluate_for
 
-        link = Link(comm, found.config.evaluators)
-        code = evaluate_for(found, link) if link.evaluates else _train(found, link, started)
-        link.free()
-        return code
-    if not found.config.eval_only:
-        return _train(found, comm, started)
-    ranks = assign_roles(comm, found.config)
-    with shown(ranks, found.config):
-        code = _evaluate_only(make_job(found, ranks, started), found)
-    ranks.free()
-    return code
-
-
-def _train(found: Run, comm: Comm | Link, started: float) -> int:
-    """Train, and return the exit code. Collective: yes; with a link, partly with evaluators too."""
-    link = comm if isinstance(comm, Link) else None
-    ranks = agreed(link, lambda: assign_roles(comm, found.config))
-    with shown(ranks, found.config, link) as where:
-        tell_ranks(ranks, found, where, link)
-        job = agreed(link, lambda: make_job(found, ranks, started))
-        agreed(link, lambda: None)  # evaluators have read the data's index
-        code = follow(job.problem, train(job, found, link=link)).code
-    if link is not None:
-        from mpips.session.evaluator import end_evaluations
-
-        end_evaluations(link, code)
+            code = evaluate_for(found, ranks, link)
+        else:
+            tell_ranks(ranks, found, where, link)
+            job = agreed(link, lambda: make_job(found, ranks, started))
+            agreed(link, lambda: None)  # evaluators have read the data's index
+            code = follow(job.problem, train(job, found, link=link)).code
+    if link is not None and not link.evaluates:
         link.part(code, ranks.failures.lost)
     if link is None or not link.missing:
         ranks.free()
+    if link is not None:
+        link.free()
     return code
 
 

@@ -284,7 +284,7 @@ def tell_ranks(
 
 
 def assign_roles(comm: Comm | Link, config: Config) -> Cluster:
-    """Return the job's ranks, or those that train, with their roles and their share of the cores.
+    """Return the ranks, of this side of a link, with their roles and their share of the cores.
 
     Raises:
         CollectiveError: If the roles cannot be assigned, on every rank.
@@ -292,13 +292,14 @@ def assign_roles(comm: Comm | Link, config: Config) -> Cluster:
     Collective: yes.
     """
     ranks = make_cluster(comm, config)
-    ranks.roles = raise_on_all(ranks.comm, lambda: _roles(config, ranks))
+    evaluate = config.eval_only or (isinstance(comm, Link) and comm.evaluates)
+    ranks.roles = raise_on_all(ranks.comm, lambda: _roles(config, ranks, evaluate))
     ranks.limit_threads(config.threads)
     return ranks
 
 
-def _roles(config: Config, ranks: Cluster) -> Roles:
-    if config.eval_only:  # needs no server: every rank evaluates a part
+def _roles(config: Config, ranks: Cluster, evaluate: bool) -> Roles:
+    if evaluate:  # needs no server: every rank evaluates a part
         return Roles((), tuple(range(ranks.world)))
     roles = roles_of(config, ranks.hosts, ranks.node_of)
     workers = len(roles.workers)

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -33,39 +33,29 @@ def traced(ranks: Cluster, out: Path, link: Link | None = None) -> Iterator[None
     places = gather_polled(everyone, mine, ranks.wait_request)
     folder = folder_of(out, places[0][2])
     description: dict[str, Any] = {"rank": everyone.rank, "host": host}
-    if link is not None and link.evaluates:
+    evaluates = link is not None and link.evaluates
+    if link is not None and evaluates:
         description |= _evaluator(ranks, places[: link.evaluators[0]])
     else:
         description |= {"name": ranks.roles.name(ranks.rank), "node": node}
         description["workers"] = list(ranks.roles.workers)
-    with (
-        closing(Trace(folder / f"rank-{everyone.rank:05d}", description)) as trace,
-        _compared(ranks, link, folder / CLOCKS, trace.now),
-    ):
-        yield
-
-
-@contextmanager
-def _compared(
-    ranks: Cluster, link: Link | None, path: Path, now: Callable[[], float]
-) -> Iterator[None]:
-    """Compare the clocks of all hosts before the block, and of training hosts after it."""
-    everyone = ranks.comm if link is None else link.everyone
-
-    def compare(ranks_of_hosts: Comm) -> dict[str, Any]:
-        return {"ahead": clock_skews(ranks, ranks_of_hosts, now), "at": now()}
-
-    first = compare(everyone)
     with ExitStack() as stack:
-        file = None
+        trace = Trace(folder / f"rank-{everyone.rank:05d}", description)
+        stack.enter_context(closing(trace))
+        first, file = _clocks(ranks, everyone, trace), None
         if everyone.rank == 0:
-            file = stack.enter_context(closing(RankFile(path, first, "trace")))
+            file = stack.enter_context(closing(RankFile(folder / CLOCKS, first, "trace")))
         yield
-        if (link is not None and link.evaluates) or ranks.failures.left_out:
+        if evaluates or ranks.failures.left_out:
             return  # collectives fail without all training ranks
-        last = compare(ranks.comm)
+        last = _clocks(ranks, ranks.comm, trace)
         if file is not None:
             file.append(json.dumps(last).encode() + b"\n")
+
+
+def _clocks(ranks: Cluster, compared: Comm, trace: Trace) -> dict[str, Any]:
+    """Compare the clocks of the hosts of a communicator. Collective: yes, over it."""
+    return {"ahead": clock_skews(ranks, compared, trace.now), "at": trace.now()}
 
 
 def _begin_job(out: Path) -> int:

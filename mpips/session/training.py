@@ -89,10 +89,14 @@ def train(
     if job.worker_id is not None:
         keep_freed_memory()
     try:
-        return (yield from _train(job, found, keep, listener, link))
+        ended = yield from _train(job, found, keep, listener, link)
     except UserError as error:
         error.code = Exit.FAILED if job.begun else error.code
         raise
+    if link is not None and job.cluster.is_coordinator:
+        for rank in link.evaluators:
+            link.send(rank, "end", ended.code)
+    return ended
 
 
 def _train(

@@ -204,9 +204,9 @@ class Committer:
         status_board.report(status_board.SAVED, pending.step)
         if self._chained:
             self._job.cluster.send(self._job.cluster.roles.owners, "saved", pending.step)
-        self._log.event("checkpoint", self.saved_step)
+        self._log.event("checkpoint", pending.step)
         if self._job.evaluations is not None:
-            self._job.evaluations.saved(self.saved_step)
+            self._job.evaluations.saved(pending.step)
         return True
 
     def _folder_made(self, pending: Pending, making: "Future[Path]") -> None:

@@ -147,17 +147,14 @@ class Evaluations:
             self._next = next_evaluation(epochs + ROUNDING, self._job.config.eval_every)
         return {"evaluations": {"standing": asdict(self.standing), "pending": self._pending}}
 
-    def saved(self, step: int | None) -> None:
+    def saved(self, step: int) -> None:
         """Ask the evaluators to evaluate a checkpoint that is complete now, if it is due."""
         folder = self._job.run_folder
         out = folder.path() if folder is not None else None
-        if self._pending is None or self._pending[0] != step or self._answers is not None:
-            return
-        if out is None:  # the run's folder was removed meanwhile
-            return
-        assert step is not None, "it is that of the evaluation"
-        self._folder = str(step_folder(out / CHECKPOINTS, step))
-        self._ask()
+        due = self._pending is not None and self._pending[0] == step and self._answers is None
+        if due and out is not None:  # else the run's folder was removed meanwhile
+            self._folder = str(step_folder(out / CHECKPOINTS, step))
+            self._ask()
 
     def _ask(self) -> None:
         """Ask all living evaluators for their shares of the current evaluation."""
@@ -167,7 +164,7 @@ class Evaluations:
         self.link.overdue.expect()
         for part, rank in enumerate(living):
             asked = Asked(self._asked, self._folder, part, len(living))
-            self.link.send(rank, "evaluate", tuple(asked))
+            self.link.send(rank, "evaluate", asked)
 
     @property
     def protected(self) -> Sequence[int]:

@@ -47,6 +47,7 @@ class ArraySaver(ABC):
     Attributes:
         kind: "shard" for shards, or "own" for state of workers or ranks.
         number: See Args.
+        busy: Whether this rank is busy with a checkpoint.
     """
 
     kind: ClassVar[str]
@@ -54,7 +55,7 @@ class ArraySaver(ABC):
     def __init__(self, job: Job, number: int, live: Sequence[np.ndarray], stall: bool) -> None:
         self._job, self.number, self._live, self._stall = job, number, list(live), stall
         self._step: int | None = None
-        self._taken, self._copies = False, list[np.ndarray]()
+        self.busy, self._copies = False, list[np.ndarray]()
         self._folder: str | None = None
         self._writing: Future[Files | None] | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -66,11 +67,6 @@ class ArraySaver(ABC):
     @abstractmethod
     def _write_files(self, folder: str, step: int, arrays: list[np.ndarray]) -> Files | None:
         """Write the arrays, in a thread; return None to refuse them."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether this rank is busy with a checkpoint."""
-        return self._taken
 
     @property
     def holds(self) -> bool:
@@ -90,7 +86,7 @@ class ArraySaver(ABC):
             self._copies = [np.empty_like(a) for a in self._live]
             for copy, array in zip(self._copies, self._live, strict=True):
                 self._copy(copy, array)
-        self._step, self._taken = step, True
+        self._step, self.busy = step, True
 
     def _copy(self, out: np.ndarray, array: np.ndarray) -> None:
         """Copy in blocks, and enter MPI between them, since remote reads need it."""
@@ -105,7 +101,7 @@ class ArraySaver(ABC):
 
     def give_up(self) -> None:
         """Give up the current checkpoint: its coordinator has died."""
-        self._folder = NOWHERE if self._taken else None
+        self._folder = NOWHERE if self.busy else None
 
     def poll(self) -> None:
         """Begin to write when the folder is known; report when the write is done. Blocks: no."""
@@ -116,9 +112,9 @@ class ArraySaver(ABC):
                 except (UserError, OSError) as error:
                     answer = str(error)
                 self._report(answer)
-        elif self._taken and self._folder == NOWHERE:
+        elif self.busy and self._folder == NOWHERE:
             self._report("no folder")
-        elif self._taken and self._folder is not None:
+        elif self.busy and self._folder is not None:
             step = folder_step(self._folder) if self._step is None else self._step
             assert step is not None, f"{self._folder} is no folder of a checkpoint"
             self._write(step, self._folder)
@@ -130,7 +126,7 @@ class ArraySaver(ABC):
     def _report(self, answer: Answer) -> None:
         self._step = self._folder = self._writing = None
         status_board.report(status_board.WRITING, 0)
-        self._taken, self._copies = False, []  # frees the copies
+        self.busy, self._copies = False, []  # frees the copies
         cluster, message = self._job.cluster, ((self.kind, self.number), answer)
         cluster.send(cluster.roles.coordinator, "files", message)
 

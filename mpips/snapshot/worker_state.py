@@ -197,12 +197,8 @@ def _packers(job: Job, begin: int) -> int:
     owners = zip(cluster.roles.owners, job.shards, strict=True)
     owner = next(rank for rank, shard in owners if shard.size and shard.begin == begin)
     senders = aggregators(cluster, c.node_aggregation or c.in_rounds)
-    return len({sender for rank, sender in senders.items() if not _same_node(cluster, rank, owner)})
-
-
-def _same_node(cluster: Cluster, rank: int, other: int) -> bool:
-    """Return whether two ranks are on one node."""
-    return cluster.node_of[rank] == cluster.node_of[other]
+    node_of = cluster.node_of
+    return len({sender for rank, sender in senders.items() if node_of[rank] != node_of[owner]})
 
 
 def saver_of_own(job: Job, state: Mapping[str, Pieces], stall: bool) -> WorkerSaver | None:

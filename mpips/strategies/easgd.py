@@ -19,6 +19,7 @@ References: Zhang, Choromanska and LeCun, NeurIPS 2015, algorithm 1.
 import itertools
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -108,10 +109,7 @@ class ElasticSteps(Steps):
             np.copyto(self._own.params, self._centre)
         busy = self._own.busy_s
         status_board.set_phase(status_board.COMPUTING, time.perf_counter())
-        if self.background is not None:  # this rank may forward pushes of its node meanwhile
-            with self.background:
-                loss = yield from self._train(batch, batches)
-        else:
+        with self.background or nullcontext():  # this rank may forward pushes of its node meanwhile
             loss = yield from self._train(batch, batches)
         self.times.compute_s += self._own.busy_s - busy
         return loss
