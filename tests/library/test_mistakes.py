@@ -129,9 +129,20 @@ loop('worker.push(None); continue')  ->  loss
 loop('worker.grads["w"][:] = np.nan')  ->  left NaN in out\['w'\]
 loop(after='worker.batches(5)')  ->1  a second loop over batches, expected one
 loop(n='3.5')  ->  data of type float
+loop(n='True')  ->  data of type bool
+loop(n='"abc"')  ->  data of type str
+loop(n='0')  ->  data without a sample
+loop(n='[]')  ->  data without a sample
+loop(n='{}')  ->  data with no array
+loop(n='{"a": 3.0}')  ->  data with data\[.a.\] of shape \(\), expected arrays of one length
 loop(n='(np.zeros(3), np.zeros(4))')  ->  arrays of one length
 loop(n='4')  ->  batch_size 5, expected at most 4
 loop('worker.log(kind=1)')  ->  another name
+loop('worker.log(worker=1)')  ->  log\(worker=...\), expected another name
+loop('worker.log()')  ->  log\(\) of nothing, expected numbers by name
+loop('worker.log(x=np.ones(1))')  ->  of ndarray, expected a number
+loop('worker.log(x=1j)')  ->  of complex, expected a number
+loop('worker.log(x=201 * "x")')  ->  of 201 letters, expected a number, or a text
 loop('worker.pull_rows("item", [1])')  ->  run without tables
 run().rows('item', [1])  ->  'item' in a run without tables
 mpips.Store(None, P)  ->  a store on one rank

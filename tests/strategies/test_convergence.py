@@ -1,30 +1,9 @@
-"""``python -m benchmarks convergence``: its comparisons, the job files it runs, a quick run."""
+"""``python -m benchmarks convergence``: its comparisons; tests/config/test_jobs.py has its jobs."""
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
-import launch
-import pytest
+from benchmarks.convergence import CASES, SERIAL, RunResult, compared
 
-from benchmarks.convergence import CASES, PROBLEMS, SERIAL, RunResult, compared
-
-# Of those of a kind one is run: tests/config/test_jobs.py has the job files of the others.
-LEFT_OUT = (
-    *("ssp", "sync, 1 backup", "local_sgd", "easgd", "bf16, adam", "int8, adam", "onebit, sgd"),
-    *("none, rounds", "powersgd, rounds"),
-)
-SOME = f"""
-import sys
-from benchmarks import convergence
-from benchmarks.__main__ import main
-convergence.PROBLEMS = convergence.PROBLEMS[:1]
-for name in {LEFT_OUT}:
-    del convergence.CASES[name]
-sys.exit(main(sys.argv[1:]))
-"""
 ONE = RunResult(accuracy=98.0, samples=1000, parameters=50, bytes_sent=4000)
 
 
@@ -53,22 +32,3 @@ def test_the_mean_is_aimed_at_and_the_worst_is_shown() -> None:
     assert rows["digits, serial"].reach is None
     packed = rows["digits, onebit, sgd"]
     assert (packed.beside, packed.other) == ("none, sgd, mean of 2", 96.0)
-
-
-@pytest.mark.launch
-@pytest.mark.long
-@pytest.mark.one_mpi
-def test_a_quick_run(tmp_path: Path) -> None:
-    """Of one of the problems; tests/config/test_jobs.py has the jobs of both."""
-    command = [sys.executable, "-c", SOME, "convergence", "--quick", "--json", "rows.json"]
-    command += ["--plot", "curves.svg"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=launch.environment(), capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    shown = [row["case"].partition(":")[0] for row in rows]
-    assert shown == [f"{PROBLEMS[0]}, {name}" for name in CASES if name not in LEFT_OUT]
-    assert all(0 < row["value"] <= 100 and row["reach"] is None for row in rows), rows
-    assert (tmp_path / "curves.svg").exists()
-    assert sum(line.startswith("accuracy") for line in done.stdout.splitlines()) == len(rows)
