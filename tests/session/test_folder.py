@@ -54,21 +54,18 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     assert not find(out, "--resume", "auto").resumed  # nothing was saved: begins anew
 
 
-@pytest.mark.parametrize("number", [errno.EIO, *NO_LOCKS])
-def test_a_file_system_without_locks(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run begins and is resumed there; nobody knows of another one in its folder."""
-    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(number, os.strerror(number))))
-    if number == errno.EIO:
-        with pytest.raises(OSError, match="Input/output error"):
-            claim(tmp_path)
-        return
-    out = tmp_path / "run"
-    assert find(out).out == out
-    assert not is_claimed(out)
     saved_run(tmp_path / "other", Config())
-    assert find(tmp_path / "other", "--resume").resumed
+    for number in NO_LOCKS:
+        monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(number, os.strerror(number))))
+        out = tmp_path / f"run-{number}"
+        assert find(out).out == out
+        assert not is_claimed(out)
+        assert find(tmp_path / "other", "--resume").resumed
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(OSError, match="Input/output error"):
+        claim(tmp_path)
 
 
 def test_a_checkpoint_is_read_whoever_has_locked_it(tmp_path: Path) -> None:

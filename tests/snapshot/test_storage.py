@@ -1,14 +1,13 @@
 """Storage that fails under a running job: what can be kept is kept, and the rest is said."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from runs import Plan, assert_counts, counting, final, newest, open_folders, samples_file, summary
 
-from mpips.session import metrics
+pytestmark = [pytest.mark.launch, pytest.mark.one_mpi]
 
 STORAGE = Path(__file__).parents[1] / "problems" / "storage.py"
 SAMPLES = 128
@@ -20,58 +19,36 @@ def lines(out: Path, kind: str = "") -> list[dict[str, Any]]:
     return [row for row in rows if kind in ("", row["kind"])]
 
 
-def test_a_summary_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
-    path = tmp_path / "summary.json"
-    metrics.write_json(path, {"a": 1})
-    with pytest.raises(TypeError):
-        metrics.write_json(path, {"a": object()})
-    os.symlink("/dev/full", tmp_path / "summary.json.tmp")
-    with pytest.raises(OSError, match="No space left"):
-        metrics.write_json(path, {"a": 2})
-    assert json.loads(path.read_text()) == {"a": 1}
-    assert os.listdir(tmp_path) == ["summary.json"]
-
-
-OFTEN = ("--checkpoint-every", "5steps", "--keep", "100")
-FOUR = ("--servers", "2", "--batch-size", "2", *OFTEN)
-
-
-JOBS = {  # problem, and options for each job of the run and its exit code
-    "async": ("Sometimes", [("--mode async --epochs 2", 0)]),
-    "sync": ("SometimesMean", [("--mode sync --lr 4 --epochs 2", 0)]),
-    "stall": ("SometimesMean", [("--mode sync --snapshot stall --epochs 2", 0)]),
-    "easgd": ("SometimesMLP", [("--mode easgd --steps 50 --hidden 8", 0)]),
-    "never async": ("Never", [("--epochs 1", 1), ("--resume --epochs 2", 0)]),
-    "never sync": (
-        "NeverMean",
-        [("--mode sync --epochs 1", 1), ("--mode sync --resume --epochs 2", 0)],
-    ),
-    "stopped": ("NeverStopped", [("--epochs 1000000", 1)]),
-}
+FOUR = "--servers 2 --batch-size 2 --checkpoint-every 5steps --keep 100"
+JOBS = (  # name of the run, problem, options, exit code
+    ("async", "Sometimes", "--mode async --epochs 2", 0),
+    ("sync", "SometimesMean", "--mode sync --lr 4 --epochs 2", 0),
+    ("stall", "SometimesMean", "--mode sync --snapshot stall --epochs 2", 0),
+    ("easgd", "SometimesMLP", "--mode easgd --steps 50 --hidden 8", 0),
+    ("never async", "Never", "--epochs 1", 1),
+    ("never async", "Never", "--resume --epochs 2", 0),
+    ("never sync", "NeverMean", "--mode sync --epochs 1", 1),
+    ("never sync", "NeverMean", "--mode sync --resume --epochs 2", 0),
+    ("stopped", "NeverStopped", "--epochs 1000000", 1),
+    ("Moved", "Moved", "--mode async --epochs 1", 1),
+    ("Moved-2", "Moved", "--mode async --epochs 2 --resume", 0),
+    ("Removed", "Removed", "--mode sync --epochs 1", 1),
+    ("Removed", "Removed", "--mode sync --epochs 2 --resume", 0),
+)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     plan = Plan(tmp_path_factory.mktemp("runs"))
     data = counting(samples_file(plan.folder, SAMPLES))[2:]
-
-    def add(name: str, kind: str, options: str, code: int) -> None:
+    for name, kind, options, code in JOBS:
         own = [] if kind == "SometimesMLP" else data
-        words = ["--problem", f"{STORAGE}:{kind}", *own, *FOUR, *options.split()]
+        words = ["--problem", f"{STORAGE}:{kind}", *own, *FOUR.split(), *options.split()]
         plan.add(name, 4, words, code)
-
-    for name, (kind, jobs) in JOBS.items():
-        for options, code in jobs:
-            add(name, kind, options, code)
-    for mode, kind, second in (("async", "Moved", "-2"), ("sync", "Removed", "")):
-        add(kind, kind, f"--mode {mode} --epochs 1", 1)
-        add(f"{kind}{second}", kind, f"--mode {mode} --epochs 2 --resume", 0)
     plan.run(240)
     return plan
 
 
-@pytest.mark.launch
-@pytest.mark.one_mpi
 @pytest.mark.parametrize("name", ["async", "sync", "stall", "easgd"])
 def test_what_could_not_be_written_is_written_later(name: str, runs: Plan) -> None:
     """The folder, a shard, a worker's file and the index, one after another."""
@@ -89,8 +66,6 @@ def test_what_could_not_be_written_is_written_later(name: str, runs: Plan) -> No
     assert summary(out)["samples"] == saved.state["samples"]
 
 
-@pytest.mark.launch
-@pytest.mark.one_mpi
 @pytest.mark.parametrize("name", ["never async", "never sync"])
 def test_the_last_one_cannot_be_written(name: str, runs: Plan) -> None:
     """An error at the end, nothing half-written; a resumed run goes on from the first one."""
@@ -105,8 +80,6 @@ def test_the_last_one_cannot_be_written(name: str, runs: Plan) -> None:
         assert_counts(saved, SAMPLES, epochs=2)
 
 
-@pytest.mark.launch
-@pytest.mark.one_mpi
 def test_a_stop_that_cannot_save_does_not_say_saved(runs: Plan) -> None:
     out = runs.out("stopped")
     assert summary(out)["stop_reason"] == "SIGUSR1"
@@ -115,8 +88,6 @@ def test_a_stop_that_cannot_save_does_not_say_saved(runs: Plan) -> None:
     assert not (out / "DONE").exists()
 
 
-@pytest.mark.launch
-@pytest.mark.one_mpi
 @pytest.mark.parametrize(("kind", "said"), [("Moved", "renamed to"), ("Removed", "removed while")])
 def test_a_folder_that_goes_away(kind: str, said: str, runs: Plan) -> None:
     """The run goes on in its folder, or in a new one, ends with 1, and is resumed from there."""
