@@ -188,11 +188,11 @@ def evict_old(tables: Sequence[ServedTable], over: int) -> bool:
     Returns:
         Whether rows could be evicted; false while a snapshot is under way.
     """
-    ages = [each.shard.ages for each in tables if each.shard.ages]
-    if any(each.in_snapshot for each in ages):
+    if any(each.shard.ages and each.shard.in_snapshot for each in tables):
         return False
-    for each in ages:
-        each.evict(over)
+    for each in tables:
+        if each.shard.ages:
+            each.shard.ages.evict(over)
     return True
 
 
@@ -230,30 +230,13 @@ class OwnerTables:
         )
 
     def saver(self, job: Job, *saved: Any) -> TableSaver:
-        """Return the saver of a shard with rows; by option it saves only recently changed rows.
-
-        With that option, changes of rows are marked from now on.
+        """Return the saver of a shard with rows; see `TableSaver`.
 
         Args:
             job: The run.
             saved: Other arguments of `ShardSaver`.
         """
-        tables = self.tables
-
-        def take(since: bool) -> dict[str, SnapshotTable]:
-            return {each.table.name: each.snapshot(since) for each in tables}
-
-        if job.config.checkpoint_rows != "changed":
-            return TableSaver(take, job, *saved)
-        for each in tables:
-            each.shard.begin_marking()
-
-        def counts() -> list[tuple[int, int]] | None:
-            if any(each.shard.ages and each.shard.ages.shrunk for each in tables):
-                return None
-            return [(each.shard.marked, each.shard.touched) for each in tables]
-
-        return TableSaver(take, job, *saved, counts=counts)
+        return TableSaver(self.tables, job, *saved)
 
     @property
     def nbytes(self) -> int:
@@ -319,7 +302,8 @@ class OwnedRows(OwnerTables):
     @property
     def whole(self) -> bool:
         """Whether no eviction was interrupted."""
-        return all(each.shard.ages is None or each.shard.ages.whole for each in self.tables)
+        indices = [each.shard.index for each in self.tables]
+        return all(index is None or index.whole for index in indices)
 
     def epochs_over(self, epochs: int, pushes: Sequence[int]) -> None:
         """Note that these epochs end with these numbers of pushes of each worker.

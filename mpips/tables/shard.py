@@ -272,8 +272,13 @@ class TableShard(NodeRows):
         seen = [self.ages.seen] if self.ages else []
         self._snapshot = CopyOnWriteRows(self._lines, wanted, *seen)
         if self.ages:
-            self.ages.begin_snapshot(self._snapshot)
+            self.ages.shrunk = False
         return self._snapshot
+
+    @property
+    def in_snapshot(self) -> bool:
+        """Whether a snapshot is under way: no row may be evicted then."""
+        return self._snapshot is not None and not self._snapshot.over
 
     def used(self) -> list[np.ndarray]:
         """Return the memory of the rows; of a lazy table that of touched rows, and its index."""

@@ -7,7 +7,6 @@ import numpy as np
 
 from mpips.kernels import row_eviction, rows
 from mpips.mpi.pages import give_back
-from mpips.tables.copy_on_write import CopyOnWriteRows
 
 FIRST_BITS = 10  # bits of the smallest index
 
@@ -145,40 +144,21 @@ class RowAges:
     ) -> None:
         self.seen, self._after, self._index = seen, after, index
         self._lines, self._stripes = lines, stripes
-        self._snapshot: CopyOnWriteRows | None = None
         self.epoch = self.evicted = 0
         self.shrunk = False
-
-    @property
-    def whole(self) -> bool:
-        """Whether no eviction was interrupted."""
-        return self._index.whole
-
-    @property
-    def in_snapshot(self) -> bool:
-        """Whether a snapshot is under way: no row may be evicted then."""
-        return self._snapshot is not None and not self._snapshot.over
 
     def note(self, slot: np.ndarray, epochs: np.ndarray | None = None) -> None:
         """Set the epochs of lines; None for the epoch of the updates, unless theirs is later."""
         self.seen[slot] = np.maximum(self.seen[slot], self.epoch) if epochs is None else epochs
 
-    def begin_snapshot(self, snapshot: CopyOnWriteRows) -> None:
-        """Note a snapshot, which finds rows by their lines until it is over."""
-        self._snapshot, self.shrunk = snapshot, False
-
-    def evict(self, over: int) -> bool:
+    def evict(self, over: int) -> None:
         """Reset the rows that were not pushed for too many epochs to untouched.
+
+        No snapshot may be under way, since it finds rows by their lines.
 
         Args:
             over: Number of epochs whose pushes are all applied.
-
-        Returns:
-            Whether rows could be evicted; false while a snapshot is under way.
         """
-        if self.in_snapshot:
-            return False
         count = self._index.evict(over - self._after, self.seen, self._lines, self._stripes)
         self.evicted += count
         self.shrunk |= count > 0
-        return True

@@ -188,9 +188,8 @@ class StepRows:
     def bytes_moved(self) -> tuple[int, int]:
         """Bytes of this rank's requests to other nodes, and of the received rows."""
         each = [table.remote for table in self._tables.values()]
-        return sum(remote.bytes_sent for remote in each), sum(
-            remote.bytes_received for remote in each
-        )
+        sent = sum(remote.bytes_sent for remote in each)
+        return sent, sum(remote.bytes_received for remote in each)
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Return the counts of each table."""

@@ -23,12 +23,16 @@ class Rows:
     def __init__(self) -> None:
         self.marked, self.touched, self.value = 0, ROWS, 1.0
         self.closed = list[bool]()
+        self.table, self.shard, self.ages = SimpleNamespace(name="item"), self, None
 
-    def take(self, since: bool) -> dict[str, Any]:
+    def begin_marking(self) -> None:
+        self.marked = 0
+
+    def snapshot(self, since: bool) -> Any:
         count, self.marked = self.marked if since else self.touched, 0
         rows = TableRows(np.arange(count), np.full((count, 1), self.value, "f4"), {})
         close = lambda: self.closed.append(True)  # noqa: E731
-        return {"item": SimpleNamespace(count=count, pieces=rows.pieces, close=close)}
+        return SimpleNamespace(count=count, pieces=rows.pieces, close=close)
 
 
 class Saves:
@@ -41,12 +45,11 @@ class Saves:
             roles=SimpleNamespace(coordinator=0),
             send=lambda rank, kind, said: self.answers.append(said[1]),
         )
-        job: Any = SimpleNamespace(
-            cluster=cluster, shards=[Shard(0, 1)], slots=(), config=SimpleNamespace(snapshot="copy")
-        )
-        args: Any = (job, SimpleNamespace(params=np.zeros(1, "f4"), slots=()), 0)
-        counts = lambda: [(self.rows.marked, self.rows.touched)]  # noqa: E731
-        self.saver = TableSaver(self.rows.take, *args, counts=counts)
+        config = SimpleNamespace(snapshot="copy", checkpoint_rows="changed")
+        job: Any = SimpleNamespace(cluster=cluster, shards=[Shard(0, 1)], slots=(), config=config)
+        tables: Any = [self.rows]
+        owned = SimpleNamespace(params=np.zeros(1, "f4"), slots=())
+        self.saver = TableSaver(tables, job, owned, 0)
 
     def wait(self) -> None:
         while not self.answers:

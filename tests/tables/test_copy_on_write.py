@@ -20,12 +20,15 @@ ROWS, DIM = 8_000, 4
 MB = 1e6
 
 
-def served(rows: int = ROWS, dim: int = DIM, capacity: str = "lazy") -> ServedTable:
-    """Return a table at one server, of which no row was touched."""
+def served(
+    rows: int = ROWS, dim: int = DIM, capacity: str = "lazy", server: int = 0, servers: int = 1
+) -> ServedTable:
+    """Return a table at a server, of which no row was touched."""
     table = Table(rows, dim, Normal(0.5), capacity=capacity)
     made = JobTable("item", table, make_row_rule(Adagrad(0.1)), 5, rows, lambda step: 0.1)
-    fields = table_fields(made, 1, 0, "f4")
-    return ServedTable(made, 1, 0, {f.name: np.zeros(f.shape, f.dtype) for f in fields})
+    fields = table_fields(made, servers, server, "f4")
+    memory = {field.name: np.zeros(field.shape, field.dtype) for field in fields}
+    return ServedTable(made, servers, server, memory)
 
 
 def touch(rng: np.random.Generator, count: int, *tables: ServedTable) -> np.ndarray:
@@ -149,14 +152,8 @@ def test_a_snapshot_that_was_let_go_keeps_nothing() -> None:
 @pytest.mark.parametrize("capacity", ["full", "lazy"])
 def test_a_snapshot_of_a_server_without_rows(capacity: str, tmp_path: Path) -> None:
     """As a spare has none, and of a table of one row all servers but one."""
-    table = Table(1, DIM, Normal(0.5), capacity=capacity)
-    made = JobTable("item", table, make_row_rule(Adagrad(0.1)), 5, 1, lambda step: 0.1)
-    counts = list[int]()
     for server in range(2):
-        fields = table_fields(made, 2, server, "f4")
-        memory = {f.name: np.zeros(f.shape, f.dtype) for f in fields}
-        snapshot = ServedTable(made, 2, server, memory).snapshot()
+        snapshot = served(1, DIM, capacity, server, 2).snapshot()
         record = write_rows(tmp_path, server, 1, {"item": snapshot})
-        counts.append(record.size)
+        assert record.size == 0
         assert sum(len(part.rows) for part in RowsFile(tmp_path, record, 1, "item").pieces()) == 0
-    assert counts == [0, 0]

@@ -3,6 +3,7 @@
 import contextlib
 import mmap
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from mpips.kernels.compiled import Kernel
 from mpips.layout.tables import Normal, Ownership, Table, Uniform, Zeros, combine
 from mpips.library.optimizers import SGD, Adagrad
 from mpips.optim.row_rules import make_row_rule
+from mpips.tables.server import evict_old
 from mpips.tables.shard import NodeRows, Reads, TableShard, row_fields, warm
 
 CAPACITIES = pytest.mark.parametrize("capacity", ["full", "lazy"])
@@ -33,6 +35,7 @@ class Servers:
         self.shards = [
             TableShard(self.ownership, k, memory, rule) for k, memory in enumerate(self.memories)
         ]
+        self.served = [SimpleNamespace(shard=shard) for shard in self.shards]
         self.seen = [NodeRows(self.ownership, {k: m}) for k, m in enumerate(self.memories)]
 
     def read(self, ids):
@@ -289,7 +292,7 @@ def test_rows_that_are_evicted_are_as_at_first():
         slots[ids] += grads * grads
         serial[ids] -= np.float32(0.1) * grads / (np.sqrt(slots[ids]) + np.float32(1e-10))
         seen[ids] = epoch
-        assert all(shard.ages.evict(epoch + 1) for shard in servers.shards)
+        assert evict_old(servers.served, epoch + 1)
         old = seen < epoch - 1
         serial[old], slots[old] = fresh[old], 0
         np.testing.assert_allclose(servers.read(every), serial, rtol=1e-5, atol=1e-6)
@@ -306,13 +309,13 @@ def test_no_row_is_evicted_while_a_snapshot_is_taken():
     servers.push([1, 2, 3], np.ones((3, 1), "f4"))
     pieces = shard.snapshot().pieces()
     assert len(next(pieces)[0]) == 0
-    assert not shard.ages.evict(2)
+    assert not evict_old(servers.served, 2)
     shard.ages.epoch = 7
     servers.push([1], np.ones((1, 1), "f4"))
     seen = np.concatenate([piece[-1] for piece in pieces])
     assert seen.tolist() == [0, 0, 0], "when the snapshot began"
     assert not shard.ages.shrunk
-    assert shard.ages.evict(9)
+    assert evict_old(servers.served, 9)
     assert (shard.touched, shard.ages.evicted, shard.ages.shrunk) == (0, 3, True)
     assert len(shard.snapshot().pieces().__next__()[0]) == 0
     assert not shard.ages.shrunk
@@ -332,7 +335,7 @@ def test_a_row_is_itself_while_rows_are_evicted():
         local = np.unique(np.concatenate([order[:kept], some]))
         shard.ages.epoch += 1
         shard.apply(local, -np.stack([np.ones(len(local)), number[local]], 1), 1.0)
-        assert shard.ages.evict(shard.ages.epoch)
+        shard.ages.evict(shard.ages.epoch)
 
     work()
     out, last, local, sizes = np.empty((n, 2)), np.zeros(kept), np.arange(n), set()
