@@ -79,10 +79,15 @@ class RoundTables:
         self._over = epochs_over(job.allocator())
         self.rows: StepRows | None = None
         self.owned: OwnedTables | None = None
-        self._sender = _Sender(job, tables, self._window, transfers)
+        self._transfers, self._packers = transfers, list[tuple[int, RowsPacker]]()
         if job.worker_id is not None:
             self.rows = StepRows(cluster, self._window, tables, _read_packing(job).codec)
             self.rows.want(job.base_step)
+            packing, rows = _push_packing(job), (self._window, cluster.rank, tables, len(owners))
+            for owner, rank in enumerate(owners):
+                if not cluster.is_local(rank):
+                    packer = RowsPacker(*rows, owner, packing, job.worker_id)
+                    self._packers.append((rank, packer))
         if cluster.rank in cluster.roles.owners:
             self.owned = OwnedTables(job, tables, self._window, transfers)
             if cluster.nodes > 1:
@@ -122,7 +127,12 @@ class RoundTables:
         """
         if self.owned is not None:
             self.owned.receive()
-        return self._sender.send(step)
+        requests, send = list[Request](), self._cluster.arrays.begin_send
+        for rank, packer in self._packers:
+            for piece in pieces_of(packer.pack(step), packer.most):
+                requests.append(send(piece, rank, TAG_ROW_SUMS))
+                self._transfers.bytes_sent += piece.nbytes
+        return requests
 
     def end(self, step: int) -> None:
         """Read rows as of the end of round `step` from now on."""
@@ -138,7 +148,7 @@ class RoundTables:
             self._background.end()
         self._cluster.serving = self._background = None
         self.rows = self.owned = None
-        self._sender.free()
+        self._packers = []
         self._window.free()
 
 
@@ -163,35 +173,6 @@ def _push_packing(job: Job) -> Packing:
 def _read_packing(job: Job) -> Packing:
     """Return the packing of rows that workers read from other nodes."""
     return Packing(pull_codec(job.config), job.config.seed, job.base_step)
-
-
-class _Sender:
-    """Sends a worker's rows to owners on other nodes; does nothing on servers."""
-
-    def __init__(
-        self, job: Job, tables: Sequence[JobTable], window: Window, transfers: Transfers
-    ) -> None:
-        cluster, owners = job.cluster, job.cluster.roles.owners
-        tables_args, packing = (tables, len(owners)), _push_packing(job)
-        self._arrays, self._transfers = cluster.arrays, transfers
-        self._packers = [
-            (rank, RowsPacker(window, cluster.rank, *tables_args, owner, packing, job.worker_id))
-            for owner, rank in enumerate(owners)
-            if job.worker_id is not None and not cluster.is_local(rank)
-        ]
-
-    def send(self, step: int) -> list[Request]:
-        """Begin to send the rows of round `step`; returns the requests."""
-        requests = []
-        for rank, packer in self._packers:
-            for piece in pieces_of(packer.pack(step), packer.most):
-                requests.append(self._arrays.begin_send(piece, rank, TAG_ROW_SUMS))
-                self._transfers.bytes_sent += piece.nbytes
-        return requests
-
-    def free(self) -> None:
-        """Drop the views of the window; may be called twice."""
-        self._packers = []
 
 
 class OwnedTables(OwnerTables):
