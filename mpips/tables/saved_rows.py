@@ -4,14 +4,14 @@ The table's description in the checkpoint determines the values of untouched row
 needs no code of the program.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from mpips.checkpoint import Checkpoint, Ordered
-from mpips.errors import UserError, unknown
+from mpips.errors import UserError
 from mpips.layout import tables
 from mpips.layout.tables import Grouped, Init, Normal, Ownership, Table, Uniform, Zeros
 from mpips.optim.row_rules import Sgd
@@ -54,11 +54,7 @@ def find_rows(checkpoint: Checkpoint, name: str, ids: np.ndarray) -> np.ndarray:
     """
     if not checkpoint.tables:
         raise UserError(f"rows of table {name!r} in a run without tables", "one that has tables")
-    if name not in checkpoint.tables:
-        raise unknown("table", name, tuple(checkpoint.tables))
-    read = checkpoint.read_table(name)
-    pieces = (Ordered.of(piece.rows, np.arange(piece.count), piece.params) for piece in read)
-    return _found(checkpoint, name, ids, pieces)
+    return SavedRows(checkpoint).pull(name, ids)
 
 
 class SavedRows:
@@ -76,24 +72,18 @@ class SavedRows:
         """Return rows of a table; see `find_rows`."""
         if name not in self._kept:
             self._kept[name] = self._checkpoint.ordered_rows(name)
-        return _found(self._checkpoint, name, np.asarray(ids), self._kept[name])
-
-
-def _found(
-    checkpoint: Checkpoint, name: str, ids: np.ndarray, pieces: Iterable[Ordered]
-) -> np.ndarray:
-    """Return rows by ids, given the pieces of changed rows."""
-    owned = _ownership(name, checkpoint.tables[name])
-    if not ids.size:  # an empty list is an array of floats
-        return np.empty((*ids.shape, owned.table.dim), checkpoint.dtype)
-    flat = ids.reshape(-1)
-    if owned.table.hashed:
-        flat = tables.rows_of(tables.digests_of(name, flat), owned.table.rows)
-    grouped = owned.group(flat)
-    numbers = owned.rows_of(0, grouped.local)
-    found = _untouched(owned, grouped, checkpoint.dtype)
-    for piece in pieces:
-        piece.read(numbers, found)
-    out = np.empty((ids.size, owned.table.dim), checkpoint.dtype)
-    out[grouped.order] = np.repeat(found, np.diff(grouped.starts), axis=0)
-    return out.reshape(*ids.shape, owned.table.dim)
+        ids, dtype = np.asarray(ids), self._checkpoint.dtype
+        owned = _ownership(name, self._checkpoint.tables[name])
+        if not ids.size:  # an empty list is an array of floats
+            return np.empty((*ids.shape, owned.table.dim), dtype)
+        flat = ids.reshape(-1)
+        if owned.table.hashed:
+            flat = tables.rows_of(tables.digests_of(name, flat), owned.table.rows)
+        grouped = owned.group(flat)
+        numbers = owned.rows_of(0, grouped.local)
+        found = _untouched(owned, grouped, dtype)
+        for piece in self._kept[name]:
+            piece.read(numbers, found)
+        out = np.empty((ids.size, owned.table.dim), dtype)
+        out[grouped.order] = np.repeat(found, np.diff(grouped.starts), axis=0)
+        return out.reshape(*ids.shape, owned.table.dim)
