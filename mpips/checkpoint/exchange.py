@@ -63,7 +63,9 @@ def export(checkpoint: Checkpoint, output: Path, table: str = "", average: bool 
         raise UserError(f"{output}{what}", f"a name that ends in {', '.join(writers)}")
     arrays = checkpoint.columns(table) if table else dict(named_streams(checkpoint))
     if average:
-        arrays = {PARAMS + k: array for k, array in _average(checkpoint, arrays)}
+        checkpoint.need_average()
+        slots = f"{SLOTS}{EMA}/"
+        arrays = {k.replace(slots, PARAMS): a for k, a in arrays.items() if k.startswith(slots)}
     named = arrays if output.suffix == NPZ else _parameters(arrays)
     write_durably(output, lambda path: writers[output.suffix](path, named.items()))
 
@@ -82,16 +84,6 @@ def named_streams(checkpoint: Checkpoint) -> Iterator[tuple[str, Stream]]:
     for name in checkpoint.tables:
         for column, array in checkpoint.columns(name).items():
             yield f"{TABLES}{name}/{column}", array
-
-
-def _average(checkpoint: Checkpoint, arrays: Mapping[str, Stream]) -> Iterator[tuple[str, Stream]]:
-    """Yield the moving average of each array, with the array's name."""
-    if EMA not in checkpoint.slot_names:
-        raise UserError(f"{checkpoint.path} without an average", "a run with --ema")
-    prefix = f"{SLOTS}{EMA}/"
-    for name, array in arrays.items():
-        if name.startswith(prefix):
-            yield name.removeprefix(prefix), array
 
 
 Named = Iterable[tuple[str, Stream]]

@@ -203,12 +203,9 @@ def explained(action: str, path: Path) -> Iterator[None]:
     except OSError as error:
         # Messages of HDF5 have several lines.
         reason = os.strerror(error.errno) if error.errno else " ".join(str(error).split())
-        got, expected = (
-            f"cannot {action} {path}: {reason}",
-            "a writable folder with enough free space",
-        )
         remedy = "free some space, keep fewer checkpoints, or give another folder"
-        raise UserError(got, expected, remedy) from error
+        expected = "a writable folder with enough free space"
+        raise UserError(f"cannot {action} {path}: {reason}", expected, remedy) from error
 
 
 def sync(path: Path) -> None:

@@ -92,9 +92,13 @@ class Checkpoint(Contents):
         """
         if not average:
             return self.read_params(out=out)
+        self.need_average()
+        return self.read_slot(EMA, out=out)
+
+    def need_average(self) -> None:
+        """Raise UserError if the checkpoint has no moving average of the parameters."""
         if EMA not in self.slot_names:
             raise UserError(f"{self.path} without an average", "a run with --ema")
-        return self.read_slot(EMA, out=out)
 
     def read_worker(self, name: str, worker: int, out: np.ndarray, begin: int = 0) -> None:
         """Read elements of one worker's vector.

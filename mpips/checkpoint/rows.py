@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mpips.checkpoint.files import PathLike, damaged, file_of, item, pieces, reading, row_bytes
+from mpips.checkpoint.files import PathLike, damaged, file_of, item, reading, row_bytes
 from mpips.checkpoint.index import Contents, links
 from mpips.checkpoint.shards import (
     PARAMS,
@@ -145,8 +145,7 @@ def write_rows(
         The record that `commit` needs.
 
     Raises:
-        ValueError: If arrays of one table differ in length, or if a table does not yield `count`
-            rows.
+        ValueError: If a table does not yield `count` rows.
         UserError: If the file system refuses.
 
     Blocks: until the file is on disk. Other threads run meanwhile.
@@ -164,9 +163,6 @@ def _write_table(file: "h5py.File", name: str, table: RowSource) -> None:
     """Write the rows of a table, piece by piece."""
     at, count, out = 0, table.count, dict[str, "h5py.Dataset"]()
     for piece in table.pieces():
-        lengths = {len(array) for array in piece.arrays.values()}
-        if len(lengths) > 1:
-            raise ValueError(f"table {name} of lengths {lengths}, expected one")
         for column, array in piece.arrays.items():
             if column not in out:
                 shape = count, *array.shape[1:]
@@ -245,7 +241,13 @@ class RowsFile:
 
     def pieces(self) -> Iterator[TableRows]:
         """Yield the rows, piece by piece."""
+        return map(TableRows.of, self.arrays())
+
+    def arrays(self, only: str = "") -> Iterator[dict[str, np.ndarray]]:
+        """Yield the rows piece by piece as arrays by dataset, of all datasets or of one."""
         with self._opened() as columns:
+            if only:
+                columns = {only: columns[only]}
             lengths = [len(dataset) for dataset in columns.values()]
             if len(set(lengths)) > 1:
                 got = f"{self._path}: arrays of table {self.table} of lengths {lengths}"
@@ -254,15 +256,11 @@ class RowsFile:
             for begin in range(0, lengths[0], count):
                 part = slice(begin, begin + count)
                 kept = slice(None) if self.keep is None else self.keep[part]
-                yield TableRows.of({name: a[part][kept] for name, a in columns.items()})
+                yield {name: array[part][kept] for name, array in columns.items()}
 
     def column(self, name: str) -> Iterator[np.ndarray]:
         """Yield one dataset, piece by piece."""
-        with self._opened() as columns:
-            dataset = columns[name]
-            for begin, end in pieces(0, len(dataset), row_bytes(dataset)):
-                kept = slice(None) if self.keep is None else self.keep[begin:end]
-                yield dataset[begin:end][kept]
+        return (arrays[name] for arrays in self.arrays(name))
 
     def numbers(self) -> np.ndarray:
         """Return the numbers of the rows, shape (count,), dtype int64."""

@@ -29,6 +29,7 @@ from mpips.checkpoint import (
     open_checkpoint,
     verify,
     write_shard,
+    write_worker,
 )
 from mpips.checkpoint.__main__ import main
 from mpips.checkpoint.files import (
@@ -39,6 +40,7 @@ from mpips.checkpoint.files import (
     write_durably,
 )
 from mpips.checkpoint.index import check_names
+from mpips.checkpoint.shards import CHUNK_BYTES
 from mpips.errors import UserError
 from mpips.layout import Layout, Shard, cut
 
@@ -146,6 +148,77 @@ def test_a_shard_of_several_pieces(tmp_path: Path) -> None:
     assert open_checkpoint(folder).read_params().tobytes() == vector(size, 30, "float64").tobytes()
 
 
+# --- what is one worker's alone ----------------------------------------------------------------
+
+NAMES, PIECES = ("own", "residual/w"), ((3, 20), (33, 60))
+
+
+def of_worker(worker: int, name: str) -> np.ndarray:
+    """The first as a whole, the second in two pieces and with zeroes between and behind."""
+    found = np.random.default_rng([worker, NAMES.index(name)]).standard_normal(LAYOUT.size, "f4")
+    if name == NAMES[1]:
+        held = np.zeros(LAYOUT.size, bool)
+        for begin, end in PIECES:
+            held[begin:end] = True
+        found[~held] = 0
+    return found
+
+
+def save_workers(directory: Path, workers: tuple[int, ...] = (2, 0, 1)) -> Path:
+    """Write a checkpoint of 2 owners, and what some workers have."""
+    folder, records = begin_step(directory, 5), []
+    for k in workers:
+        first, second = (of_worker(k, name) for name in NAMES)
+        pieces = {NAMES[0]: [(0, first)], NAMES[1]: [(b, second[b:e]) for b, e in PIECES]}
+        records.append(write_worker(folder, k, 5, pieces, LAYOUT.size, "f4"))
+    return committed(folder, 5, LAYOUT, workers=records, worker_names=NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_worker_reads_its_own_and_others_the_mean(name: str, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(save_workers(tmp_path))
+    out, part = np.empty(LAYOUT.size, "f4"), np.empty(25, "f4")
+    assert checkpoint.worker_names == NAMES
+    for worker in range(3):
+        checkpoint.read_worker(name, worker, out)
+        np.testing.assert_array_equal(out, of_worker(worker, name))
+        checkpoint.read_worker(name, worker, part, 30)
+        np.testing.assert_array_equal(part, out[30:55])
+    checkpoint.read_workers_share(name, 0, out)
+    mean = np.mean([of_worker(k, name).astype("f8") for k in range(3)], axis=0)
+    np.testing.assert_allclose(out, mean, rtol=1e-6)
+    checkpoint.read_workers_share(name, 30, part)
+    np.testing.assert_array_equal(part, out[30:55])
+    assert checkpoint.size_bytes == sum(p.stat().st_size for p in checkpoint.path.iterdir())
+
+
+def test_files_of_workers_are_told_apart_and_go_with_the_others(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"files of workers \[0, 2\], expected one of each"):
+        save_workers(tmp_path, (0, 2))
+    assert newest_whole(tmp_path)[0] is None
+    folder = save_workers(tmp_path)
+    a, b = folder / "worker-0000.h5", folder / "worker-0002.h5"
+    checkpoint = open_checkpoint(folder)
+    assert a.stat().st_size == b.stat().st_size
+    a.write_bytes(b.read_bytes())
+    with pytest.raises(UserError, match="attribute owner 2, expected 0"):
+        checkpoint.read_worker("own", 0, np.empty(LAYOUT.size, "f4"))
+    (folder / "worker-0001.h5.tmp").write_text("half")
+    remove_checkpoint(folder)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("pieces", [0, 1])
+def test_what_is_in_no_piece_takes_no_room(pieces: int, tmp_path: Path) -> None:
+    n, held = 10_000_000, np.ones(100_000, "f4")
+    vectors = {"residual": [(5_000_000, held)][:pieces]}
+    record = write_worker(tmp_path, 0, 1, vectors, n, "f4")
+    assert record.bytes < pieces * (held.nbytes + 2 * CHUNK_BYTES) + 20_000
+    with h5py.File(tmp_path / record.file, locking=False) as file:
+        assert file["residual"].shape == (n,)
+        assert file["residual"][:].sum() == pieces * held.size
+
+
 # --- wrong calls --------------------------------------------------------------------------------
 
 
@@ -181,9 +254,9 @@ def test_commit_needs_the_files_and_keep(tmp_path: Path) -> None:
 # --- damage -------------------------------------------------------------------------------------
 
 
-def flip(path: Path, at: int) -> None:
+def flip(path: Path, at: int, bits: int = 0x10) -> None:
     content = bytearray(path.read_bytes())
-    content[at] ^= 0x10
+    content[at] ^= bits
     path.write_bytes(content)
 
 
@@ -191,6 +264,12 @@ def flip(path: Path, at: int) -> None:
     ("harm", "told", "read"),
     [
         (lambda shard: flip(shard, -1), r"{0}: sha256 .*\[64, 112\)", ""),
+        # The type of an attribute is one of time then, for which h5py raises a TypeError.
+        (
+            lambda shard: flip(shard, shard.read_bytes().index(b"step\0") + 8, 2),
+            "{0}: sha256 .*its HDF5 header is damaged",
+            "cannot read params: TypeError",
+        ),
         (
             lambda shard: os.truncate(shard, shard.stat().st_size - 1),
             r"{0}: {2} bytes .*expected {1} bytes",

@@ -20,7 +20,6 @@ from mpips.checkpoint import (
     write_rows,
     write_worker,
 )
-from mpips.checkpoint.__main__ import main
 from mpips.checkpoint.files import INDEX
 from mpips.checkpoint.rows import RowsFile
 from mpips.checkpoint.shards import read_shard, shard_problem
@@ -163,23 +162,6 @@ def test_a_damaged_file_is_found(name: str, most: int | None, tmp_path: Path) ->
     assert set(found) <= {"found", "found, not read"}, found
     assert found.total() == len(cases) >= (most or 10_000 / EVERY)
     assert verify(folder) == []
-
-
-def test_what_is_no_number_type_is_damage(tmp_path: Path) -> None:
-    """A bit that makes a whole number's type one of time: h5py raises a TypeError for it."""
-    older, folder = save(tmp_path, 2), save(tmp_path, 3)
-    shard = folder / "shard-0000.h5"
-    good = shard.read_bytes()
-    for name in (b"begin\0", b"end\0", b"owner\0", b"step\0"):
-        at = good.index(name) + 8  # behind the name comes the type
-        shard.write_bytes(damaged(good, ("flip", at, 1), ()))
-        with pytest.raises(UserError, match="cannot read params: TypeError"):
-            open_checkpoint(folder).read_params()
-        (problem,) = verify(folder)
-        assert "its HDF5 header is damaged" in problem
-        whole, complaints = newest_whole(tmp_path)
-        assert (whole.path, complaints) == (older, [problem])
-    assert main(["list", str(tmp_path)]) == 0
 
 
 @pytest.mark.parametrize("name", FILES)
