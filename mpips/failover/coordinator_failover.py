@@ -255,7 +255,8 @@ def succeed(job: Job, log: "Log", ahead: int, failover: Failover) -> tuple[Coord
     allocator.catch_up(home.served.store.ledger)
     _take_folder(job, log, state)
     snapshots = Checkpoints(job, Committer(job, log))
-    snapshots.committer.saved_step = _saved_step(job)
+    folders = committed(job.out)
+    snapshots.committer.saved_step = folder_step(folders[-1]) if folders else None
     dispatcher = SurvivingDispatcher(job.cluster, half.window, allocator, ahead, record=record)
     workers = job.cluster.roles.workers
     dispatcher.go_on([workers.index(rank) for rank in state["lost"]])
@@ -281,8 +282,3 @@ def _take_folder(job: Job, log: "Log", state: dict[str, Any]) -> None:
         raise cannot_continue(first, f"{job.out} cannot be held ({problem})") from None
     log.warnings.extend(state["warnings"])
     log.last_eval = state["eval"]
-
-
-def _saved_step(job: Job) -> int | None:
-    folders = committed(job.out)
-    return folder_step(folders[-1]) if folders else None

@@ -94,12 +94,6 @@ def _rows_of_piece(line_bytes: int) -> int:
     return max(1, ROW_UNDO_BYTES // line_bytes)
 
 
-def _push_of_word(word: int) -> tuple[int, int, int]:
-    """Return the parity of the version, the worker and the push's number, from a word."""
-    rest, seq = divmod(word, 1 << SEQ_BITS)
-    return *divmod(rest, 1 << WORKER_BITS), seq
-
-
 class UndoLog:
     """Progress of a server's updates, and the identity of its process. Collective: no.
 
@@ -299,7 +293,8 @@ def recover(server: Server, find: Callable[[int, int], Push | None]) -> bool:
     assert log is not None, "it keeps what is needed"
     server.version = observe(server.header, COMMITTED)
     begun = observe(server.header, BEGUN)
-    odd, worker, seq = _push_of_word(observe(log.undo_log, PUSH))
+    rest, seq = divmod(observe(log.undo_log, PUSH), 1 << SEQ_BITS)  # see `push_word`
+    odd, worker = divmod(rest, 1 << WORKER_BITS)
     continued = begun > server.version
     if continued:
         push = find(worker, seq)
