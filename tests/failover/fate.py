@@ -15,14 +15,16 @@ from headers import pack
 
 from mpips.failover import undo_log
 from mpips.failover.undo_log import keep_undo, recover
-from mpips.kernels import atomics, exchange, rule_loops
+from mpips.kernels import atomics, exchange, rows, rule_loops
 from mpips.kernels.atomics import observe
+from mpips.kernels.rule_loops import dense
 from mpips.kernels.vectors import addresses_of
 from mpips.layout.roles import Roles
 from mpips.optim import rule, rules
 from mpips.ps import local_pushes, shard
 from mpips.ps.local_pushes import LocalPushes
 from mpips.ps.shard import Server
+from mpips.tables import slot_index
 from mpips.tools.replay.worker_process import Memory
 from mpips.transport.push import HEADER_WORDS, Push
 
@@ -76,9 +78,29 @@ class Fate:
         self.passes()
         words[index] = value
 
+    def copyto(self, out: np.ndarray, values: np.ndarray) -> None:
+        """Die before it, or in the middle of it."""
+        for part in (slice(0, out.size // 2), slice(out.size // 2, None)):
+            self.passes()
+            out[part] = values[part]
+
+    def copy(self, values: np.ndarray, kept: np.ndarray) -> None:
+        self.copyto(kept[: values.size], values)
+
+    def dense_loop(self, loop: Any) -> Any:
+        """Return a rule's loop that may die in the middle of a piece."""
+
+        def apply(*args: Any) -> None:
+            for part in (slice(0, args[0].size // 2), slice(args[0].size // 2, None)):
+                self.passes()
+                loop(*(arg[part] if isinstance(arg, np.ndarray) else arg for arg in args))
+
+        return apply
+
     def calls(self, step: Any) -> dict[str, Any]:
-        """Return what a loop that keeps old values calls: it dies before it writes a number."""
-        return {"store_ordered": self.store_ordered}
+        """Return what a loop that keeps old values calls, all of which may die."""
+        own = {"copy": self.copy, "apply": self.dense_loop(dense(step))}
+        return own | {"store_ordered": self.store_ordered}
 
     def undoable(self, step: Any, others: int = 0) -> Callable[..., None]:
         """Return such a loop in Python; see `mpips.kernels.rule_loops.undoable`."""
@@ -92,13 +114,83 @@ class Fate:
         names = {**loop.__globals__, **own, **self.calls(step)}
         return FunctionType(loop.__code__, names)
 
+    def keep(self, slot: Any, lines: Any, stripes: Any, kept: Any, touched: Any) -> None:
+        """Die before it, or in the middle of it."""
+        self.passes()
+        half = len(slot) // 2
+        rows.keep(slot[:half], lines, stripes, kept[:half], touched[:half])
+        self.passes()
+        rows.keep(slot, lines, stripes, kept, touched)
+
+    def row_loop(self, loop: Any) -> Any:
+        """Return one that may die before it, between two rows, and in the middle of a row."""
+
+        def apply(slot: Any, local: Any, grads: Any, lines: Any, stripes: Any, *rest: Any) -> None:
+            half = len(slot) // 2
+            self.passes()
+            loop(slot[:half], local[:half], grads[:half], lines, stripes, *rest)
+            self.passes()
+            if half < len(slot):
+                before, at = lines[slot[half]].copy(), slot[half] // rows.STRIPE
+                word = stripes[at]
+                stripes[at] |= rows.WRITING
+                lines[slot[half], ::2] = np.nan
+                self.passes()
+                lines[slot[half]], stripes[at] = before, word
+            loop(slot[half:], local[half:], grads[half:], lines, stripes, *rest)
+
+        return apply
+
+    def take_lines(
+        self, local: Any, first: int, header: Any, index: Any, keys: Any, slot: Any
+    ) -> int:
+        """Die in the middle of it, a line given that the index does not have yet."""
+        self.passes()
+        count = int(header[rows.COUNT])
+        half = max(first, len(local) // 2)
+        done = rows.take_lines(local[:half], first, header, index, keys, slot[:half])
+        if header[rows.COUNT] > count:
+            size = 1 << int(header[rows.BITS])
+            lines = index[size : 2 * size] & ((1 << int(header[rows.LINE_BITS])) - 1)
+            (at,) = np.flatnonzero(lines == header[rows.COUNT])
+            entry = index[size + at]
+            index[size + at] = 0
+            self.passes()
+            index[size + at] = entry
+        if done < half:
+            return int(done)
+        return int(rows.take_lines(local, done, header, index, keys, slot))
+
+    def fill_index(self, bits: int, header: Any, index: Any, keys: Any) -> None:
+        """Die in the middle of it."""
+        count, size = int(header[rows.COUNT]), 1 << bits
+        self.passes()
+        index[size : size + 50] = np.arange(1, 51)
+        self.passes()
+        index[size : size + 50] = 0
+        rows.fill_index(bits, header, index, keys)
+        assert count == header[rows.COUNT]
+        self.passes()
+
     def patch(self, patch: pytest.MonkeyPatch, server: Server) -> None:
-        """Have a server die before it publishes, and before the number of each piece is written."""
-        for module in (undo_log, shard):
+        """Have a server die in whatever it does to its shard and its rows."""
+        for module in (undo_log, shard, rule_loops):
             patch.setattr(module, "publish", self.publish)
         for module in (rule, rules):
             patch.setattr(module, "undoable", self.undoable)
         patch.setattr(local_pushes, "serving", self.serving)
+        patch.setattr(undo_log.np, "copyto", self.copyto)
+        loop = property(lambda own: self.dense_loop(dense(own.kernel)))
+        patch.setattr(type(server.dense.rule), "loop", loop)
+        if server.rows is None:
+            return
+        own = {"take_lines": self.take_lines, "fill_index": self.fill_index}
+        keeping = SimpleNamespace(keep=self.keep, put_back=rows.put_back)
+        patch.setattr(undo_log, "rows", keeping)
+        patch.setattr(slot_index, "rows", SimpleNamespace(**vars(rows) | own))
+        for served in server.rows.tables:
+            of_rows: Any = served.shard.rule
+            patch.setitem(of_rows.__dict__, "loop", self.row_loop(of_rows.loop))
 
 
 class Case:

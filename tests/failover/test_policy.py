@@ -86,6 +86,10 @@ GOES_ON = {  # where MPI lets jobs go on: options, and what is said
     f"a table --mode hybrid {SHRINK} --servers 1 --server-ranks 4": (
         f"{ROUND} 16 samples in place of 20, 4 a worker; if the server or rank 0 dies, {AGAIN}"
     ),
+    f"a table --mode hybrid {SHRINK} --node-size 3 --server-ranks 1,4": (
+        f"{ROUND} 12 samples in place of 16, 4 a worker; if a server or the first rank of a node "
+        "(0, 3) dies"
+    ),
     "--mode sync --backup-workers 1 --servers 1": f"{ALL}: --backup-workers needs all ranks",
     "--mode easgd --codec none": f"{ALL}: mode easgd needs all ranks",
     "--evaluators 1 --servers 2": f"{EVALUATOR}; if a server but server 0 dies, another one takes",
@@ -147,9 +151,14 @@ def test_rounds_need_all_ranks_where_mpi_ends_them(
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("words", "known"),
     [
-        ("", ""),
+        ("", (1, 2, 3, 4, 5)),
+        ("--mode local_sgd --local-steps 2 --optimizer adam", (1, 2, 3, 4, 5)),
+        ("--node-size 4", (1, 2, 3, 5)),
+        ("--mode local_sgd --local-steps 2 --optimizer adam --node-size 4", (1, 2, 3, 5)),
+        ("a table --mode hybrid --node-size 3 --server-ranks 0,3", (1, 2, 4, 5)),
+        ("a table --mode hybrid --node-size 3 --server-ranks 1,4", (2, 5)),
         ("--node-size 1", "one worker a node"),
         ("--node-size 2 --codec fp16", "--codec fp16 between nodes"),
         ("--window private", "--window private"),
@@ -159,7 +168,6 @@ def test_rounds_need_all_ranks_where_mpi_ends_them(
         ("--evaluators 1", "--evaluators"),
         ("--clip 1", "--clip"),
         ("--schedule cosine --epochs 2", "--schedule cosine, which ends with the last round,"),
-        ("--mode local_sgd --local-steps 2 --optimizer adam", ""),
         ("--mode local_sgd --local-slots keep", "--local-slots keep"),
         (
             "--mode local_sgd --overlap-steps 1 --local-slots keep",
@@ -172,36 +180,17 @@ def test_rounds_need_all_ranks_where_mpi_ends_them(
         ("one rank", "a run of one worker"),
     ],
 )
-def test_which_rounds_go_on_without_a_worker(words: str, why: str) -> None:
+def test_which_rounds_go_on_without_a_worker(words: str, known: str | tuple[int, ...]) -> None:
+    """Which ranks may die, none of them a server or the first of a node, or why none may."""
     options = words.removeprefix("a table").removeprefix("one rank")
     n = 1 if words == "one rank" else RANKS
     job = job_of(f"--mode sync --on-death shrink {options}", True, words.startswith("a table"), n)
-    if not why:
+    if isinstance(known, tuple):
         refuse_shrink(job)
-        assert survivable(job) == (1, 2, 3, 4, 5)
+        assert survivable(job) == known
+        assert keeps(job) == ("--node-size" in words)
         return
     with pytest.raises(UserError) as refused:
         refuse_shrink(job)
-    told = f"on_death 'shrink' where {why} needs all ranks of a round, expected 'restart'; "
+    told = f"on_death 'shrink' where {known} needs all ranks of a round, expected 'restart'; "
     assert str(refused.value).startswith(told)
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("words", "without"),
-    [
-        ("--mode sync --node-size 4", (1, 2, 3, 5)),
-        ("--mode local_sgd --local-steps 2 --optimizer adam --node-size 4", (1, 2, 3, 5)),
-        ("--mode hybrid --node-size 3 --server-ranks 0,3", (1, 2, 4, 5)),
-        ("--mode hybrid --node-size 3 --server-ranks 1,4", (2, 5)),
-    ],
-)
-def test_rounds_need_servers_and_the_first_rank_of_each_node(
-    words: str, without: tuple[int, ...]
-) -> None:
-    job = job_of(f"{words} --on-death shrink", True, tables="hybrid" in words)
-    refuse_shrink(job)
-    assert survivable(job) == without
-    if "hybrid" in words:
-        assert keeps(job)
-        assert "if a server or the first rank of a node (0, 3) dies" in announcement(job)

@@ -3,30 +3,43 @@
 from dataclasses import replace
 from typing import Any
 
-import fate
 import numpy as np
 import pytest
-from fate import BASE, RANKS, WORKERS, Case
+from fate import BASE, RANKS, WORKERS, Case, Death, Fate
 from launch import ROOT
 
 from mpips import optim
 from mpips.config import Config
 from mpips.failover import undo_log
-from mpips.failover.undo_log import HALVES, recover, undo_log_fields, warm
-from mpips.kernels import rule_loops
+from mpips.failover.undo_log import (
+    HALVES,
+    recover,
+    row_undo_fields,
+    undo_log_fields,
+    warm,
+    warm_rows,
+)
+from mpips.kernels import rows
 from mpips.kernels.atomics import observe
-from mpips.kernels.rule_loops import dense
 from mpips.layout import Shard
+from mpips.layout.tables import Normal, Table, Uniform
+from mpips.library.optimizers import SGD, Adagrad, Adam
 from mpips.optim import Change, Part, make_rule
+from mpips.optim.row_rules import make_row_rule
 from mpips.optim.staleness import Staleness
+from mpips.planning.tables import JobTable
 from mpips.ps import local_pushes, parts
 from mpips.ps.design import Design
 from mpips.ps.shard import Server, server_fields
+from mpips.tables import slot_index
+from mpips.tables.server import OwnedRows, table_fields
 from mpips.tools.replay.worker_process import Memory
 from mpips.transport.push import Push
 from mpips.transport.remote_reads import BEGUN, COMMITTED
+from mpips.transport.rows import Section
+from mpips.transport.wire import Packing
 
-PUSHES = 3
+SERVER, PUSHES = 1, 3
 BLOCK = 64  # elements of a piece
 N = 4 * BLOCK - 5
 ADAM = make_rule("adam")
@@ -51,80 +64,101 @@ RULES = {
 }
 
 
-def case_of(name: str, size: int = N, rounds: int = PUSHES, dtype: str = "f8") -> Case:
-    """Return a server of a rule; the versions that workers have read are older and older."""
+def job_table(name: str, table: Table, optimizer: Any) -> JobTable:
+    return JobTable(name, table, make_row_rule(optimizer), 5, table.rows, lambda step: 0.1 / step)
+
+
+def tables(scale: int) -> list[JobTable]:
+    """Return one that is whole, and one that is lazy, whose index grows a few times."""
+    return [
+        job_table("whole", Table(400 * scale, 3, Uniform(0.5), capacity="full"), Adagrad()),
+        job_table("lazy", Table(90_000 * scale, 2, Normal(0.5), capacity="lazy"), Adam()),
+        job_table("small", Table(40, 5, Normal(0.5)), SGD()),
+    ]
+
+
+def case_of(
+    name: str, size: int = N, count: int = PUSHES * WORKERS, dtype: str = "f8",
+    some: tuple[JobTable, ...] | list[JobTable] = (), most: int = 0,
+) -> Case:  # fmt: skip
+    """Return a server of a rule, and pushes of both workers in turn, with up to `most` rows.
+
+    The versions that workers have read are older and older.
+    """
     rule, stale = RULES[name]
     own = server_fields(size, rule.slots + stale.slots, dtype, WORKERS)
-    own += undo_log_fields(size, rule, stale, dtype)
+    own += undo_log_fields(size, rule, stale, dtype) + row_undo_fields(some, dtype)
+    for table in some:
+        own += table_fields(table, 2, SERVER, dtype)
     design = Design([Shard(0, size)] * 2, dtype, rule, lambda step: 0.1 / step, stale)
     pushes, rng = [], np.random.default_rng(0)
-    for k in range(rounds * WORKERS):
+    for k in range(count):
         grad = rng.normal(size=size).astype(dtype)
         origin = rng.normal(size=size).astype(dtype) if stale.origins else None
         batch, read = (0, k, k + 1), BASE + k // 2
-        pushes.append(Push(k % WORKERS, k // WORKERS + 1, batch, 1, 0.0, read, grad, origin, k))
+        push = Push(k % WORKERS, k // WORKERS + 1, batch, 1, 0.0, read, grad, origin, k)
+        push.rows = tuple(section(table, most, rng) for table in some)
+        pushes.append(push)
 
     def make(memory: Memory) -> Server:
-        return Server(RANKS, memory, 1, design)
+        place = RANKS, memory, SERVER
+        server = Server(*place, design)
+        if some:
+            server.own(OwnedRows(server, place, some, Packing()))
+        return server
 
-    def state(server: Server) -> list[np.ndarray]:
-        return [server.params, *server.slots]
-
-    return Case(lambda: Memory({1: own}), make, pushes, state)
+    return Case(lambda: Memory({SERVER: own}), make, pushes, state)
 
 
-class Fate(fate.Fate):
-    """Of a server without tables."""
+def section(table: JobTable, most: int, rng: np.random.Generator) -> Section:
+    owned = table.owned_by(2).count(SERVER)
+    size = int(rng.integers(0, min(most, owned)))
+    places = np.sort(rng.choice(owned, size, replace=False)).astype(np.int64)
+    return Section(places, rng.normal(size=(size, table.dim)))
 
-    def copyto(self, out: np.ndarray, values: np.ndarray) -> None:
-        """Die before it, or in the middle of it."""
-        for part in (slice(0, out.size // 2), slice(out.size // 2, None)):
-            self.passes()
-            out[part] = values[part]
 
-    def copy(self, values: np.ndarray, kept: np.ndarray) -> None:
-        self.copyto(kept[: values.size], values)
+def state(server: Any) -> list[np.ndarray]:
+    """Return all that a server owns, in the order of rows, of which each has one line."""
+    found = [array.copy() for array in (server.params, *server.slots)]
+    for served in server.rows.tables if server.rows else ():
+        saved, touched = served.changed_rows(), served.shard.touched
+        assert touched == len(saved.rows) == len(set(saved.rows.tolist()))
+        if served.table.table.lazy:
+            header, index, _ = served.shard._memory[rows.HEADER :]
+            size = 1 << int(header[rows.BITS])
+            assert np.count_nonzero(index[size : 2 * size]) == touched
+        order = np.argsort(saved.rows)
+        found += [array[order] for array in saved.arrays.values()]
+    return found
 
-    def calls(self, step: Any) -> dict[str, Any]:
-        """See `fate.Fate.calls`; it may die in a copy and in the update of a piece, too."""
-        return {**super().calls(step), "copy": self.copy, "apply": self.loop(dense(step))}
 
-    def loop(self, loop: Any) -> Any:
-        """Return a rule's loop that may die in the middle of a piece."""
-
-        def apply(*args: Any) -> None:
-            for part in (slice(0, args[0].size // 2), slice(args[0].size // 2, None)):
-                self.passes()
-                loop(*(arg[part] if isinstance(arg, np.ndarray) else arg for arg in args))
-
-        return apply
-
-    def patch(self, patch: pytest.MonkeyPatch, server: Server) -> None:
-        """Have a server die in whatever it does to its shard."""
-        super().patch(patch, server)
-        patch.setattr(rule_loops, "publish", self.publish)
-        patch.setattr(undo_log.np, "copyto", self.copyto)
-        for rule in {type(rule) for rule, _ in RULES.values()}:
-            patch.setattr(rule, "loop", property(lambda own: self.loop(dense(own.kernel))))
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards of several pieces, in blocks that have more than one, and some pieces a table."""
+    monkeypatch.setattr(undo_log, "PIECE_BYTES", BLOCK * 8)
+    monkeypatch.setattr(undo_log, "UNDO_BYTES", BLOCK * 8)
+    monkeypatch.setattr(undo_log, "ROW_UNDO_BYTES", 1 << 11)
+    for module in (undo_log, parts):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 3 * BLOCK * 8)
+    assert N > HALVES * BLOCK
 
 
 SIZES = [("adam", 1), ("momentum", BLOCK), ("adam", BLOCK + 1), ("sgd", 3 * BLOCK)]
 
 
+@pytest.mark.usefixtures("cut")
 @pytest.mark.parametrize(
     ("name", "size", "by_loop"),
     [
         *((name, N, False) for name in RULES),
         *((name, N, True) for name in (*optim.RULES, "average")),
-        *((*known, False) for known in SIZES),
-        *((*known, True) for known in SIZES),
+        *((*known, by_loop) for by_loop in (False, True) for known in SIZES),
     ],
 )
 def test_a_death_at_any_moment(
     name: str, size: int, by_loop: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The successor goes on with what is not in the ledger, and each push counts once."""
-    cut(monkeypatch)
     case, moment, continued = case_of(name, size), 0, 0
     while True:
         memory = case.memory()
@@ -148,22 +182,13 @@ def test_a_death_at_any_moment(
     assert continued > moment / 4
 
 
-def cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have shards of several pieces, in blocks that have more than one."""
-    monkeypatch.setattr(undo_log, "PIECE_BYTES", BLOCK * 8)
-    monkeypatch.setattr(undo_log, "UNDO_BYTES", BLOCK * 8)
-    for module in (undo_log, parts):
-        monkeypatch.setattr(module, "BLOCK_BYTES", 3 * BLOCK * 8)
-    assert N > HALVES * BLOCK
-
-
+@pytest.mark.usefixtures("cut")
 @pytest.mark.parametrize("first", range(0, 60, 13))
 @pytest.mark.parametrize("name", ["adam", "compensated"])
 def test_who_has_taken_over_a_shard_dies_as_well(
     name: str, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it undoes what is half done, or in an update; the next one goes on to the same bits."""
-    cut(monkeypatch)
     case, moment, continued = case_of(name), 0, 0
     while True:
         memory = case.memory()
@@ -177,6 +202,61 @@ def test_who_has_taken_over_a_shard_dies_as_well(
     assert continued > moment / 4 > WORKERS
 
 
+@pytest.mark.usefixtures("cut")
+def test_a_death_with_tables_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each push counts once; and who takes over it dies as well, a few moments later."""
+    case, moment, continued = case_of("adam", 100, 4, some=tables(1), most=600), 0, 0
+    while True:
+        memory = case.memory()
+        if not case.dies(case.begin(memory), Fate(moment), monkeypatch):
+            break
+        for later in (moment % 17, moment % 5):
+            server = case.make(memory)
+            continued += recover(server, case.find)
+            if not case.dies(server, Fate(later), monkeypatch):
+                break
+        else:
+            server = case.make(memory)
+            recover(server, case.find)
+        case.end(server, f"death at moment {moment}")
+        moment += 1
+    assert moment > 200
+    assert continued > moment
+
+
+def test_a_death_among_evictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind one the rows are taken over as they are; in the midst of one nobody goes on."""
+    some = [job_table("lazy", Table(90_000, 2, Normal(0.5), evict_after=1), Adam())]
+    case = case_of("adam", 100, 4, some=some, most=600)
+    memory = case.memory()
+    server = case.begin(memory)
+    assert server.rows is not None
+    for push, epoch in zip(case.pushes, (0, 0, 1, 1), strict=True):
+        push.batch = (epoch, 0, 1)
+        server.rows.epochs_over(epoch, [epoch, epoch])
+        server.apply(push)
+    before = server.rows.changed["lazy"]
+    server.rows.epochs_over(2, [2, 3])  # a push is still to come
+    assert server.rows.changed["lazy"] == before
+    server.rows.epochs_over(2, [2, 2])
+    pushed = {row for push in case.pushes[2:] for row in push.rows[0].places.tolist()}
+    assert server.rows.changed["lazy"] == len(pushed) < before
+    taken_over: Any = case.make(memory)
+    assert taken_over.rows.whole
+    recover(taken_over, case.find)
+    for got, wanted in zip(state(taken_over), state(server), strict=True):
+        np.testing.assert_array_equal(got, wanted, "behind an eviction")
+
+    def death(*args: Any) -> None:
+        raise Death
+
+    monkeypatch.setattr(slot_index.row_eviction, "free_lines", death)
+    with pytest.raises(Death):
+        taken_over.rows.epochs_over(3, [2, 2])
+    again: Any = case.make(memory)
+    assert not again.rows.whole
+
+
 @pytest.mark.parametrize(
     ("name", "by_loop"), [("adam", False), ("adam", True), ("compensated", False)]
 )
@@ -184,4 +264,11 @@ def test_processes_that_are_killed(name: str, by_loop: bool) -> None:
     """By the kernel, in compiled loops too; who takes over the shard is killed next."""
     warm(RULES[name][0], "f4")
     local_pushes.warm(RULES[name][0], "f4")
-    case_of(name, (1 << 18) + 77, 20, "f4").kill_until(3, 3e-3, by_loop)
+    case_of(name, (1 << 18) + 77, 40, "f4").kill_until(3, 3e-3, by_loop)
+
+
+def test_processes_with_tables_that_are_killed() -> None:
+    some = tables(40)
+    for table in some:
+        warm_rows(table.table, table.rule, "f8")
+    case_of("adam", 100, 60, some=some, most=12_000).kill_until(10, 6e-3)
