@@ -6,16 +6,12 @@ exit code is 0 if all runs were complete and right, 1 if not, 2 if the command w
 """
 
 import argparse
-import json
-import shlex
 import shutil
 import sys
 import textwrap
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from mpips.config.jobfile import verbatim
 from mpips.config.option import HELP_WIDTH
@@ -44,19 +40,11 @@ def line(result: Result, where: Path) -> str:
 
 
 def _fault_text(struck: Struck) -> str:
-    """Return a fault, when it came, and how long it was to the first progress after it."""
+    """Return a fault, when it came, whom it hit, and the time to the first progress after it."""
     after = "" if struck.seconds is None else f" {struck.seconds:.1f} s"
     moments = {TRAINING: f"{struck.step}", SAVING: f"{struck.step}+save"}
-    return f"{struck.fault.name}@{moments.get(struck.fault.moment, 'start')}{after}"
-
-
-def _facts(result: Result) -> dict[str, Any]:
-    faults = [
-        {**asdict(one.fault), "step": one.step, "hit": one.hit, "seconds": one.seconds}
-        for one in result.struck
-    ]
-    names = ("seed", "mode", "verdict", "attempts", "seconds", "wrong")
-    return {**{name: getattr(result, name) for name in names}, "faults": faults}
+    when = moments.get(struck.fault.moment, "start")
+    return f"{struck.fault.name}@{when} ({', '.join(struck.hit[:2])}){after}"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -79,7 +67,6 @@ def make_parser() -> argparse.ArgumentParser:
         help="seconds after which a run counts as one that hangs [default: 600]")  # fmt: skip
     add("--folder", type=Path, metavar="DIR", help="where it runs; what went wrong is kept "
         "[default: chaos-TIME]")  # fmt: skip
-    add("--json", type=Path, metavar="FILE", help="also write what is known of the runs")
     return parser
 
 
@@ -102,7 +89,7 @@ def _run_all(args: argparse.Namespace) -> int:
     if hosts:
         join(hosts)
     folder = (args.folder or Path(f"chaos-{time.strftime('%Y%m%d-%H%M%S')}")).absolute()
-    command, results = shlex.join(["python", "-m", "tests.chaos", *sys.argv[1:]]), list[Result]()
+    results = list[Result]()
     for k in range(args.runs):
         seed = args.seed + k
         where = folder / f"seed-{seed}"
@@ -110,9 +97,6 @@ def _run_all(args: argparse.Namespace) -> int:
         print(line(results[-1], where), flush=True)
         if not results[-1].wrong:
             shutil.rmtree(where)
-        if args.json:
-            facts = {"command": command, "ranks": args.ranks, "runs": list(map(_facts, results))}
-            args.json.write_text(f"{json.dumps(facts, indent=1)}\n")
     if not any(folder.iterdir()):
         folder.rmdir()
     good = sum(not result.wrong for result in results)

@@ -1,16 +1,22 @@
 """Jobs that are disturbed: they end, exact, and nothing of them is left."""
 
-import json
 import os
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import h5py
 import pytest
 from launch import python
+from runs import Plan, names_asked, thinned
 
+from mpips.checkpoint import list_checkpoints
 from mpips.errors import UserError
 from mpips.launch import mpirun
-from tests.chaos.builtin import INVARIANT, MODES, SHRUNK, parse_modes
+from tests.chaos.builtin import INVARIANT, MODES, PROGRAM, SHRUNK, options, parse_modes
+from tests.chaos.counting import held_by
+from tests.chaos.exact import check_counts, check_run
 from tests.chaos.hosts import missing
 from tests.chaos.plan import draw
 
@@ -23,60 +29,32 @@ FAULTS = (
 RUNS = int(os.environ.get("MPIPS_CHAOS_RUNS", "3"))  # of each MPI; from 20 on every mode is run
 # By the seed of the first, which is followed by the next ones'. Open MPI's, which goes on without
 # a worker that died, has mode async with one that is killed as it trains.
-SHARES = {
-    331: (
-        *("async-tables", "sync-topk", "program-local_sgd"),
-        *("ssp", "easgd", "async-fp16", "async-topk", "sync-tables", "async-bf16", "async-int8"),
-        *("async-aggregated-topk", "program-sync", "program-easgd", "ssp-nodes-tables"),
-        *("ssp-nodes-spare", "hybrid-nodes-tables"),
-    ),
-    140: (
-        *("async", "sync-nodes-tables", "ssp-spare"),
-        *("backup", "local_sgd", "ssp-topk", "async-onebit", "sync", "async-servers"),
-        *("async-spare-tables", "ssp-tables", "async-nodes", "ssp-nodes", "async-aggregated"),
-        *("sync-powersgd", "program-async", "program-ssp", "program-backup", "async-nodes-tables"),
-        *("hybrid-tables", "sync-shrink", "sync-shrink-nodes", "local_sgd-shrink"),
-        *("local_sgd-shrink-nodes", "hybrid-shrink-tables", "hybrid-shrink-nodes-tables"),
-    ),
+FIRST = {
+    331: ("async-tables", "sync-topk", "program-local_sgd"),
+    140: ("async", "sync-nodes-tables", "ssp-spare"),
 }
+OTHERS = [mode for mode in MODES if mode not in (*SHRUNK, *FIRST[331], *FIRST[140])]
+SHARES = {331: (*FIRST[331], *OTHERS[::2]), 140: (*FIRST[140], *OTHERS[1::2], *SHRUNK)}
 
 
-def chaos(cwd: Path, *words: str, code: int = 0, timeout_s: float = 120) -> dict[str, Any]:
-    """Run the command; returns what its file says. Nothing else is left in the folder."""
-    command = ["-m", "tests.chaos", "--json", "found.json", "--folder", "runs", *words]
-    done = python(*command, cwd=cwd, code=code, timeout_s=timeout_s)
-    print(done.stdout)
-    if code == 0:
-        assert not (cwd / "runs").exists()
-    found: dict[str, Any] = json.loads((cwd / "found.json").read_text())
-    found["told"] = done.stdout
-    return found
+def chaos(cwd: Path, *words: str, timeout_s: float = 120) -> list[str]:
+    """Run the command; returns its line of each run. Nothing else is left of them."""
+    told = python("-m", "tests.chaos", "--folder", "runs", *words, cwd=cwd, timeout_s=timeout_s)
+    print(told.stdout)
+    assert not (cwd / "runs").exists()
+    return re.findall("^seed .*", told.stdout, re.M)
 
 
 @pytest.mark.one_mpi
 def test_a_job_is_counted_whatever_comes(tmp_path: Path) -> None:
     """An exception, a full disk and a kill, as they come by the seed."""
-    words = ["--seed", "6", "--faults", "exception:worker,disk:full,kill:server", "-n", "3"]
-    found = chaos(tmp_path, *words, "--timeout", "60", timeout_s=300)  # loops may be compiled first
-    (run,) = found["runs"]
-    assert run["verdict"] == "exact"
-    assert run["attempts"] == 3
-    assert {one["name"] for one in run["faults"]} == set(words[3].split(","))
-    assert all(one["seconds"] > 0 for one in run["faults"])
-    (full,) = (one for one in run["faults"] if one["name"] == "disk:full")
-    assert full["hit"][0] == "3 ranks"
-    assert full["hit"][1] != "0 checkpoints failed"
-    assert found["told"].startswith("seed 6  async  ")
-
-
-def test_each_mode_has_its_mpi() -> None:
-    """On each MPI nearly all faults come, at every moment, also in the few runs of a long test."""
-    assert sorted(mode for modes in SHARES.values() for mode in modes) == sorted(MODES)
-    for seed, modes in SHARES.items():
-        for count, kinds in ((3, 4), (len(modes), len(FAULTS) - 1)):
-            faults = [fault for k in range(count) for fault in draw(seed + k, FAULTS, 2)]
-            assert len({fault.name for fault in faults}) >= kinds
-            assert len({fault.moment for fault in faults}) == 3
+    faults = ("exception:worker", "disk:full", "kill:server")
+    words = ["--seed", "6", "--faults", ",".join(faults), "-n", "3", "--timeout", "60"]
+    (line,) = chaos(tmp_path, *words, timeout_s=300)  # loops may be compiled first
+    assert re.search("^seed 6  async  .*  3 attempts, .* s  exact$", line)
+    for fault in faults:  # with what it hit, and how long it was to some progress
+        assert re.search(rf"{fault}@\S+ \(\w.*?\) \d+\.\d s", line)
+    assert re.search(r"disk:full@\S+ \(3 ranks, [1-9]\d* checkpoints failed\)", line)
 
 
 def test_jobs_that_go_on_take_an_mpi_that_does() -> None:
@@ -100,9 +78,9 @@ def test_modes_are_right_whatever_comes(seed: int, tmp_path: Path) -> None:
     modes = SHARES[seed][:RUNS]
     words = ["--seed", f"{seed}", "--runs", f"{len(modes)}", "--modes", ",".join(modes)]
     words += ["--most", "2", "--faults", ",".join(FAULTS)]
-    found = chaos(tmp_path, *words, timeout_s=120 + 40 * RUNS)
-    exact = len(set(modes) - set(INVARIANT))
-    assert [run["verdict"] for run in found["runs"]].count("exact") == exact
+    lines = chaos(tmp_path, *words, timeout_s=120 + 40 * RUNS)
+    expected = ["balanced" if mode in INVARIANT else "exact" for mode in modes]
+    assert [line.rpartition("  ")[2] for line in lines] == expected
 
 
 @pytest.mark.long
@@ -112,6 +90,62 @@ def test_rounds_of_several_hosts_go_on(tmp_path: Path) -> None:
     """Without three workers, none of them the first of its host."""
     words = ["--hosts", "3", "-n", "9", "--modes", "sync-shrink-nodes", "--seed", "7002"]
     words += ["--timeout", "60", "--most", "3", "--faults", "kill:worker,kill:server"]
-    (run,) = chaos(tmp_path, *words, timeout_s=200)["runs"]
-    assert run["verdict"] == "exact"
-    assert (len(run["faults"]), run["attempts"]) == (3, 1)
+    (line,) = chaos(tmp_path, *words, timeout_s=200)
+    assert line.count("kill:") == 3
+    assert re.search("  1 attempt, .*  exact$", line)
+
+
+# What is wrong with a run is found ---------------------------------------------------------------
+
+RANKS = 4
+LOST = "test_an_update_that_is_lost_on_a_shard_is_found"
+QUICK = ("async", "sync-topk")
+# A program is counted as a job is, and rounds without a worker that died as those of `sync`.
+NAMES = sorted(name for name in MODES if not name.startswith(PROGRAM) and name not in SHRUNK)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Plan:
+    """Runs of built-in jobs, to which nothing is done: of two epochs."""
+    plan, asked = Plan(tmp_path_factory.mktemp("runs")), names_asked(request)
+    asked |= {"backup"} if LOST in asked else set()
+    for name in filter(asked.__contains__, NAMES):
+        words = options(name, RANKS, draw(0, ["kill:worker"]), 20.0)
+        plan.add(name, RANKS, [*words, "--epochs", "2", "--checkpoint-every", "20steps"])
+        if name == "easgd":  # whose replicas are compared: each worker is to have one
+            held_by(plan.out(name)).touch()
+    plan.run(240)
+    return plan
+
+
+@pytest.fixture
+def changed(runs: Plan, tmp_path: Path) -> Callable[[str, int, float], Path]:
+    """Copies a run, which is right as it is, and changes an element of its last parameters."""
+
+    def change(name: str, at: int, by: float) -> Path:
+        assert [*check_run(runs.out(name)), *check_counts(runs.out(name))] == []
+        out = Path(shutil.copytree(runs.out(name), tmp_path / name))
+        shard = list_checkpoints(out)[-1] / "shard-0000.h5"
+        with h5py.File(shard, "r+", locking=False) as file:
+            file["params"][at] += by
+        return out
+
+    return change
+
+
+Changed = Callable[[str, int, float], Path]
+
+
+@pytest.mark.parametrize("name", thinned(sorted({*NAMES} - {"backup"}), QUICK, ()))
+def test_a_batch_that_is_counted_twice_is_found(name: str, changed: Changed) -> None:
+    out = changed(name, 3, 1)
+    (wrong,) = check_counts(out)
+    assert "count of sample 3 is " in wrong
+    assert wrong.endswith("differ)")
+    assert any("shard-0000.h5" in text for text in check_run(out)), "its sum is another"
+
+
+@pytest.mark.one_mpi
+def test_an_update_that_is_lost_on_a_shard_is_found(changed: Changed) -> None:
+    (wrong,) = check_counts(changed("backup", -1, -1))
+    assert "updates of element" in wrong
