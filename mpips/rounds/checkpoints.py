@@ -180,7 +180,7 @@ def _savers(job: Job, rounds: Round) -> list[ArraySaver]:
     """Return the savers of this rank's shard, and of the state that it keeps between rounds."""
     found = list[ArraySaver]()
     if job.cluster.rank in job.cluster.roles.owners:
-        rows = rounds.tables.owned if rounds.tables is not None else None
+        rows = rounds.tables.owner if rounds.tables is not None else None
         found.append(saver_of(job, rounds, rows))
     stall = job.config.snapshot == "stall"
     if (own := saver_of_own(job, rounds.own_state(), stall)) is not None:

@@ -387,10 +387,10 @@ class RoundLoop:
                 "applied": rounds,
                 "busy_s": transfers.busy_s,
             }
-            if tables is not None and tables.owned is not None:
-                found["bytes"] += tables.owned.nbytes
-                found["rows_changed"] = tables.owned.changed
-                found["rows_evicted"] = tables.owned.evicted
+            if tables is not None and tables.owner is not None:
+                found["bytes"] += tables.owner.nbytes
+                found["rows_changed"] = tables.owner.changed
+                found["rows_evicted"] = tables.owner.evicted
         return found
 
     def _release(self) -> None:

@@ -21,7 +21,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -38,14 +38,12 @@ from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
 from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
 from mpips.ps.design import Design
-from mpips.tables.server import OwnedRows, evict_old, fill_tables
+from mpips.tables.server import OwnedRows, OwnerTables, evict_old, fill_tables
 from mpips.transport.push import Push
 from mpips.transport.push_sender import PUSHED, Announced
 
 if TYPE_CHECKING:
     from mpips.rounds.base import Transfers
-    from mpips.snapshot.saver import ShardSaver
-    from mpips.tables.server import ServedTable
     from mpips.tables.step_rows import StepRows
 
 ALL_ROUNDS = 1 << 62
@@ -61,11 +59,13 @@ class HybridTables:
     Attributes:
         design: Design of the store.
         rows: Reads and pushes rows on a worker; None on servers.
-        owned: Rows of a server; None on workers.
+        owned: Pushes of a server's rows; None on workers.
+        owner: Rows of a server; None on workers.
     """
 
     rows: "StepRows | None" = None
     owned: "PushedRows | None" = None
+    owner: OwnerTables | None = None
 
     def __init__(self, job: Job, transfers: "Transfers") -> None:
         tables, none = tables_of(job), tuple(Shard(0, 0) for _ in job.shards)
@@ -80,7 +80,7 @@ class HybridTables:
             self._worker = _Worker(job, half, transfers)
             self.rows = half.rows
         else:
-            self.owned = PushedRows(job, half, transfers)
+            self.owner, self.owned = half.server.rows, PushedRows(job, half, transfers)
             job.cluster.serving = self.owned.serve
             half.open(job.cluster.wait_request)
         self._cluster = job.cluster
@@ -150,7 +150,7 @@ class HybridTables:
                 recorder.close()
         elif self._worker is not None:
             self._worker.free()
-        self.rows = self.owned = self._worker = None
+        self.rows = self.owned = self.owner = self._worker = None
         self._half.free()
 
 
@@ -269,37 +269,13 @@ class PushedRows:
 
             self._server.recorder = recorder_of(job, half)
 
-    @property
-    def tables(self) -> "list[ServedTable]":
-        """Rows of each table."""
-        return self._rows.tables
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the rows."""
-        return self._rows.nbytes
-
-    @property
-    def changed(self) -> dict[str, int]:
-        """Number of changed rows of each table."""
-        return self._rows.changed
-
-    @property
-    def evicted(self) -> dict[str, int]:
-        """Number of evicted rows of each table with eviction."""
-        return self._rows.evicted
-
-    def saver(self, job: Job, *saved: Any) -> "ShardSaver":
-        """See `mpips.snapshot.saver.OwnedRows`."""
-        return self._rows.saver(job, *saved)
-
     def fill(self, job: Job) -> None:
         """Fill the rows from the run's checkpoint, and allow reads of them.
 
         Raises:
             UserError: If the checkpoint cannot be read.
         """
-        fill_tables(self.tables, job.checkpoint)
+        fill_tables(self._rows.tables, job.checkpoint)
         self._filled = True
 
     def _holds(self, rank: int, needed: int, before: int) -> bool:
@@ -384,6 +360,6 @@ class PushedRows:
 
     def apply(self, step: int, factor: float) -> None:
         """End round `step`: evict old rows, if it is the last of an epoch."""
-        if self._over is not None and not evict_old(self.tables, self._over):
+        if self._over is not None and not evict_old(self._rows.tables, self._over):
             raise AssertionError("rows are evicted while a checkpoint is being written")
         self._over = None

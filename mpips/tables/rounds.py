@@ -62,7 +62,8 @@ class RoundTables:
 
     Attributes:
         rows: Reads and pushes rows on a worker; None on servers.
-        owned: Rows that this rank owns; None if it owns none.
+        owned: Rows that this rank owns, and their sums; None if it owns none.
+        owner: The same, as in mode hybrid.
     """
 
     distance_max = 0  # number of rounds that a read lacked
@@ -79,6 +80,7 @@ class RoundTables:
         self._over = epochs_over(job.allocator())
         self.rows: StepRows | None = None
         self.owned: OwnedTables | None = None
+        self.owner: OwnerTables | None = None
         self._transfers, self._packers = transfers, list[tuple[int, RowsPacker]]()
         if job.worker_id is not None:
             self.rows = StepRows(cluster, self._window, tables, _read_packing(job).codec)
@@ -89,7 +91,7 @@ class RoundTables:
                     packer = RowsPacker(*rows, owner, packing, job.worker_id)
                     self._packers.append((rank, packer))
         if cluster.rank in cluster.roles.owners:
-            self.owned = OwnedTables(job, tables, self._window, transfers)
+            self.owner = self.owned = OwnedTables(job, tables, self._window, transfers)
             if cluster.nodes > 1:
                 cluster.serving = self.owned.serve
         self._background: Background | None = None  # if remote ranks read while this one computes
@@ -147,7 +149,7 @@ class RoundTables:
         if self._background is not None:
             self._background.end()
         self._cluster.serving = self._background = None
-        self.rows = self.owned = None
+        self.rows = self.owned = self.owner = None
         self._packers = []
         self._window.free()
 

@@ -211,7 +211,10 @@ class WorkerTable:
             ids, grads = self._with_earlier(k, ids, grads)
         grouped = self._group(ids)
         rows = len(grouped.local)
-        self._check_room(rows)
+        if rows > self.table.push_rows:
+            got = f"{rows:,} rows of table {self.table.name!r} in one push"
+            remedy = f"give the table push_rows={rows}, or take smaller batches"
+            raise UserError(got, f"at most {self.table.push_rows:,}", remedy)
         room = s.sums[k, :rows]
         sums = combine(grouped, grads, None if s.starts[k, -1] else room)
         if not all_finite(sums.reshape(-1)):
@@ -258,12 +261,6 @@ class WorkerTable:
             for server, (begin, end) in enumerate(pairwise(edges))
         ]
         return np.concatenate([*earlier, ids]), np.concatenate([s.sums[k, : edges[-1]], grads])
-
-    def _check_room(self, rows: int) -> None:
-        if rows > self.table.push_rows:
-            got = f"{rows:,} rows of table {self.table.name!r} in one push"
-            remedy = f"give the table push_rows={rows}, or take smaller batches"
-            raise UserError(got, f"at most {self.table.push_rows:,}", remedy)
 
     def check_gradients(self, ids: np.ndarray, grads: Any) -> np.ndarray:
         """Return gradients in the form that `combine` takes, shape (len(ids), dim).

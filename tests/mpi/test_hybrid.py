@@ -85,7 +85,7 @@ def test_rows_hold_what_the_bound_says_and_no_later_round(cluster: Cluster, boun
     cluster.barrier()
     if owned is not None:
         tables.settle(2)
-        params = [served.changed_rows().params for served in owned.tables]
+        params = [served.changed_rows().params for served in tables.owner.tables]
         wrong += [rows for rows in params if (rows != 2 * workers).any()]
     cluster.barrier()
     if owned is not None:
