@@ -186,12 +186,6 @@ class Ordered(NamedTuple):
     places: np.ndarray
     params: np.ndarray
 
-    @classmethod
-    def of(cls, rows: np.ndarray, places: np.ndarray, params: np.ndarray) -> "Ordered":
-        """Sort rows by number; arguments as the attributes, with `rows` in any order."""
-        order = np.argsort(rows)
-        return cls(rows[order], places[order], params)
-
     def read(self, numbers: np.ndarray, out: np.ndarray) -> None:
         """Read the rows of some numbers, and leave `out` as it is for rows that are missing.
 
@@ -273,7 +267,8 @@ class RowsFile:
         if len(params) != count:
             raise damaged(f"{self._path}: {len(params)} rows of table {self.table}", str(count))
         places = np.arange(count) if self.keep is None else np.flatnonzero(self.keep)
-        return Ordered.of(rows, places, params)
+        order = np.argsort(rows)
+        return Ordered(rows[order], places[order], params)
 
     def _mapped(self) -> np.ndarray:
         """Map the values of all rows of the file into memory.

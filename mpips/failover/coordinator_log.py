@@ -101,7 +101,12 @@ class CoordinatorLog:
         allocator, more = pickle.loads(half[HEAD : HEAD + size].tobytes())
         stopped, allocator.stopped = allocator.stopped, False
         for k in range(at, self._count):
-            repeat(allocator, int(self._log[k % LOG]))
+            rest, taken_back = divmod(int(self._log[k % LOG]), 2)
+            pushes, worker = divmod(rest, 1 << WORKER_BITS)
+            if taken_back:
+                take_back(allocator, worker, pushes)
+            else:
+                allocator.next(worker)
         allocator.stopped = stopped
         return allocator, more
 
@@ -204,16 +209,6 @@ class SurvivingDispatcher(Dispatcher):
         if self.record is not None:
             self.record.log_taken_back(worker, pushes)
         return take_back(self.allocator, worker, pushes)
-
-
-def repeat(allocator: SampleAllocator, entry: int) -> None:
-    """Repeat an entry of the log on a sample allocator."""
-    rest, taken_back = divmod(entry, 2)
-    pushes, worker = divmod(rest, 1 << WORKER_BITS)
-    if taken_back:
-        take_back(allocator, worker, pushes)
-    else:
-        allocator.next(worker)
 
 
 def take_back(allocator: SampleAllocator, worker: int, pushes: int) -> list[int]:
