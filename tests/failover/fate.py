@@ -193,6 +193,21 @@ class Fate:
             patch.setitem(of_rows.__dict__, "loop", self.row_loop(of_rows.loop))
 
 
+def state(server: Any) -> list[np.ndarray]:
+    """Return all that a server owns, in the order of rows, of which each has one line."""
+    found = [array.copy() for array in (server.params, *server.slots)]
+    for served in server.rows.tables if server.rows else ():
+        saved, touched = served.changed_rows(), served.shard.touched
+        assert touched == len(saved.rows) == len(set(saved.rows.tolist()))
+        if served.table.table.lazy:
+            header, index, _ = served.shard._memory[rows.HEADER :]
+            size = 1 << int(header[rows.BITS])
+            assert np.count_nonzero(index[size : 2 * size]) == touched
+        order = np.argsort(saved.rows)
+        found += [array[order] for array in saved.arrays.values()]
+    return found
+
+
 class Case:
     """A server that both workers push to in turn, and the state of one that lives.
 
@@ -200,14 +215,15 @@ class Case:
         memory: Returns new memory of the server, which processes share and which outlasts a rank.
         make: Makes a server there.
         pushes: All pushes.
-        state: Returns all that a server owns.
     """
 
     def __init__(
-        self, memory: Callable[[], Memory], make: Callable[[Memory], Server],
-        pushes: Sequence[Push], state: Callable[[Server], list[np.ndarray]],
-    ) -> None:  # fmt: skip
-        self.memory, self.pushes, self._make, self._state = memory, pushes, make, state
+        self,
+        memory: Callable[[], Memory],
+        make: Callable[[Memory], Server],
+        pushes: Sequence[Push],
+    ) -> None:
+        self.memory, self.pushes, self._make = memory, pushes, make
         server = make(memory())  # keeps nothing
         server.start_from(BASE)
         for push in pushes:
@@ -264,7 +280,7 @@ class Case:
         """Apply the rest, and fail unless all is as of a server that lives."""
         self.apply_rest(server)
         assert not self.rest(server), why
-        for got, live in zip(self._state(server), self._live, strict=True):
+        for got, live in zip(state(server), self._live, strict=True):
             np.testing.assert_array_equal(got, live, why)
 
     def killed(self, server: Server, chance: random.Random, most_s: float, by_loop: bool) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fate import BASE, RANKS, WORKERS, Case, Death, Fate
+from fate import BASE, RANKS, WORKERS, Case, Death, Fate, state
 from launch import ROOT
 
 from mpips import optim
@@ -19,7 +19,6 @@ from mpips.failover.undo_log import (
     warm,
     warm_rows,
 )
-from mpips.kernels import rows
 from mpips.kernels.atomics import observe
 from mpips.layout import Shard
 from mpips.layout.tables import Normal, Table, Uniform
@@ -107,7 +106,7 @@ def case_of(
             server.own(OwnedRows(server, place, some, Packing()))
         return server
 
-    return Case(lambda: Memory({SERVER: own}), make, pushes, state)
+    return Case(lambda: Memory({SERVER: own}), make, pushes)
 
 
 def section(table: JobTable, most: int, rng: np.random.Generator) -> Section:
@@ -115,21 +114,6 @@ def section(table: JobTable, most: int, rng: np.random.Generator) -> Section:
     size = int(rng.integers(0, min(most, owned)))
     places = np.sort(rng.choice(owned, size, replace=False)).astype(np.int64)
     return Section(places, rng.normal(size=(size, table.dim)))
-
-
-def state(server: Any) -> list[np.ndarray]:
-    """Return all that a server owns, in the order of rows, of which each has one line."""
-    found = [array.copy() for array in (server.params, *server.slots)]
-    for served in server.rows.tables if server.rows else ():
-        saved, touched = served.changed_rows(), served.shard.touched
-        assert touched == len(saved.rows) == len(set(saved.rows.tolist()))
-        if served.table.table.lazy:
-            header, index, _ = served.shard._memory[rows.HEADER :]
-            size = 1 << int(header[rows.BITS])
-            assert np.count_nonzero(index[size : 2 * size]) == touched
-        order = np.argsort(saved.rows)
-        found += [array[order] for array in saved.arrays.values()]
-    return found
 
 
 @pytest.fixture
