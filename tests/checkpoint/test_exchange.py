@@ -134,25 +134,23 @@ class Runs:
         return Path.touch, (Path("was-run"),)
 
 
-def test_nothing_in_a_file_is_run(tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_is_no_file_of_parameters(tmp_path: Path, monkeypatch: Any) -> None:
+    """Nothing in a file is run."""
     monkeypatch.chdir(tmp_path)
     objects = np.empty(4, object)
     objects[:] = Runs()
     path = write(tmp_path / "in.npz", {**small(), "b": objects, "c": objects})
     with pytest.raises(UserError, match=r"'b' of type object"):
         ParameterFile(path, SMALL, "f4")
-    for name in ("in.pt", "in.pth", "in.bin"):
-        with pytest.raises(UserError, match=r"ends in \.npz or \.safetensors; save it by"):
-            is_parameter_file(tmp_path / name)
     assert not (tmp_path / "was-run").exists()
-
-
-def test_what_is_no_file_of_parameters(tmp_path: Path) -> None:
+    pickled = r"ends in \.npz or \.safetensors; save it by"
+    wrong = dict.fromkeys(("in.pt", "in.pth", "in.bin"), pickled)
+    for name, told in (wrong | {"absent.npz": r"no file .*absent\.npz, expected a file"}).items():
+        with pytest.raises(UserError, match=told):
+            is_parameter_file(tmp_path / name)
     (tmp_path / "run.npz").mkdir()
     assert not is_parameter_file(tmp_path / "run.npz")
     assert not is_parameter_file(tmp_path / "run")
-    with pytest.raises(UserError, match=r"no file .*absent\.npz, expected a file of parameters"):
-        is_parameter_file(tmp_path / "absent.npz")
 
 
 def test_an_array_is_never_held_whole(tmp_path: Path) -> None:
