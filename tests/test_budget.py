@@ -11,18 +11,18 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39589
+TOTAL = 39568
 TESTS = 38300  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
-    "checkpoint": 1488,
+    "checkpoint": 1485,
     "codecs": 620,
     "config": 1249,
     "datasets": 2646,
     "errors.py": 60,
     "extras.py": 20,
-    "failover": 862,
+    "failover": 860,
     "health": 698,
     "jax": 416,
     "kernels": 1953,
@@ -39,7 +39,7 @@ BUDGET = {
     "session": 1821,
     "snapshot": 719,
     "strategies": 441,
-    "tables": 1508,
+    "tables": 1492,
     "tools": 5700,
     "torch": 1623,
     "train.py": 87,
