@@ -21,7 +21,7 @@ import numpy as np
 
 from mpips import extras
 from mpips.checkpoint.files import NPZ, PT, SAFETENSORS, write_durably
-from mpips.checkpoint.reader import Checkpoint
+from mpips.checkpoint.reader import Checkpoint, need_average
 from mpips.checkpoint.rows import ROWS, Stream
 from mpips.config.names import EMA
 from mpips.errors import UserError, listed, nearest, unknown
@@ -63,7 +63,7 @@ def export(checkpoint: Checkpoint, output: Path, table: str = "", average: bool 
         raise UserError(f"{output}{what}", f"a name that ends in {', '.join(writers)}")
     arrays = checkpoint.columns(table) if table else dict(named_streams(checkpoint))
     if average:
-        checkpoint.need_average()
+        need_average(checkpoint)
         slots = f"{SLOTS}{EMA}/"
         arrays = {k.replace(slots, PARAMS): a for k, a in arrays.items() if k.startswith(slots)}
     named = arrays if output.suffix == NPZ else _parameters(arrays)

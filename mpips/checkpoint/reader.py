@@ -92,13 +92,8 @@ class Checkpoint(Contents):
         """
         if not average:
             return self.read_params(out=out)
-        self.need_average()
+        need_average(self)
         return self.read_slot(EMA, out=out)
-
-    def need_average(self) -> None:
-        """Raise UserError if the checkpoint has no moving average of the parameters."""
-        if EMA not in self.slot_names:
-            raise UserError(f"{self.path} without an average", "a run with --ema")
 
     def read_worker(self, name: str, worker: int, out: np.ndarray, begin: int = 0) -> None:
         """Read elements of one worker's vector.
@@ -226,6 +221,12 @@ class Checkpoint(Contents):
                 part = out[first - begin : last - begin]
                 read_shard(self.path, shard, self.step, dataset, first, part)
         return out
+
+
+def need_average(checkpoint: Checkpoint) -> None:
+    """Raise UserError if a checkpoint has no moving average of the parameters."""
+    if EMA not in checkpoint.slot_names:
+        raise UserError(f"{checkpoint.path} without an average", "a run with --ema")
 
 
 def open_checkpoint(path: PathLike) -> Checkpoint:

@@ -188,7 +188,8 @@ def evict_old(tables: Sequence[ServedTable], over: int) -> bool:
     Returns:
         Whether rows could be evicted; false while a snapshot is under way.
     """
-    if any(each.shard.ages and each.shard.in_snapshot for each in tables):
+    snapshots = [each.shard.last_snapshot for each in tables if each.shard.ages]
+    if any(taken is not None and not taken.over for taken in snapshots):
         return False
     for each in tables:
         if each.shard.ages:

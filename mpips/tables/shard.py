@@ -150,6 +150,7 @@ class TableShard(NodeRows):
 
     Attributes:
         index: Index of a lazy table.
+        last_snapshot: The last snapshot; None if there was none.
         ages: Epochs of the last pushes, and eviction, if the table evicts rows.
     """
 
@@ -160,7 +161,7 @@ class TableShard(NodeRows):
         self._lines, self._stripes = self._memory[:2]
         self.index = RowIndex(*self._memory[2:]) if self._memory[2:] else None
         self._marks: np.ndarray | None = None
-        self._snapshot: CopyOnWriteRows | None = None  # the last snapshot
+        self.last_snapshot: CopyOnWriteRows | None = None
         self.ages: RowAges | None = None
         if self.index and ownership.table.evict_after is not None:
             found = memory[_name(ownership, "seen")], ownership.table.evict_after
@@ -270,15 +271,10 @@ class TableShard(NodeRows):
         if self._marks is not None:
             self.begin_marking()
         seen = [self.ages.seen] if self.ages else []
-        self._snapshot = CopyOnWriteRows(self._lines, wanted, *seen)
+        self.last_snapshot = CopyOnWriteRows(self._lines, wanted, *seen)
         if self.ages:
             self.ages.shrunk = False
-        return self._snapshot
-
-    @property
-    def in_snapshot(self) -> bool:
-        """Whether a snapshot is under way: no row may be evicted then."""
-        return self._snapshot is not None and not self._snapshot.over
+        return self.last_snapshot
 
     def used(self) -> list[np.ndarray]:
         """Return the memory of the rows; of a lazy table that of touched rows, and its index."""
@@ -315,8 +311,8 @@ class TableShard(NodeRows):
             raise UserError(got, expected, "resume it with more servers, on more nodes")
         if self._marks is not None:
             self._marks[slot] = True
-        if self._snapshot is not None:
-            self._snapshot.keep(slot)
+        if self.last_snapshot is not None:
+            self.last_snapshot.keep(slot)
         if self.ages:
             self.ages.note(slot)
         return slot
