@@ -328,7 +328,6 @@ def test_which_links_are_measured(node_of: list[int], expected: list[tuple[int, 
         ("--limit nan", "--limit nan, expected seconds > 0"),
         ("--parameters 0", "--parameters 0, expected an integer >= 1"),
         ("--node-size -1", "--node-size -1, expected an integer >= 0"),
-        ("--fast", "command line: unrecognized arguments: --fast, expected what --help"),
     ],
 )
 def test_mistakes(

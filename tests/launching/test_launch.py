@@ -28,11 +28,7 @@ time.sleep(600)
 """
 
 
-def test_the_command_line() -> None:
-    words = launch.command(5, ["-m", "mpips.train", "--steps", "1"])
-    assert Path(words[0]).name == "mpirun"
-    assert words[-7:] == ["-n", "5", sys.executable, "-m", "mpips.train", "--steps", "1"]
-    assert ("--oversubscribe" in words) is launch.is_open_mpi()
+def test_the_command_line_of_several_parts() -> None:
     parts = launch.command(5, ["a.py"], ["srun", "--ntasks=1", ":", "--ntasks=4"])
     run = [sys.executable, "a.py"]
     assert parts == ["srun", "--ntasks=1", *run, ":", "--ntasks=4", *run]

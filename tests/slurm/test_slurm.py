@@ -261,7 +261,7 @@ def test_het(launcher: str, slurm: SlurmCluster, tmp_path: Path, hold: Path) -> 
 
 @pytest.mark.one_mpi
 def test_script_from_a_job_file(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """It trains with the memory and time that it asks for; one that only evaluates ends at once."""
+    """It trains with the memory and time that it asks for."""
     command = ["-m", "mpips", "sbatch", f"{ROOT}/jobs/digits.toml", "--epochs", "2", "--nodes", "2"]
     text = subprocess.check_output(
         [sys.executable, *command, "--job-name", "mpips"], env=slurm.env, text=True, timeout=60
@@ -276,7 +276,3 @@ def test_script_from_a_job_file(slurm: SlurmCluster, tmp_path: Path) -> None:
     out = tmp_path / "runs" / f"mpips-{job}"
     assert summary(out)["world"] == 8
     assert (out / "DONE").exists()
-    options = (f"{ROOT}/jobs/digits.toml", "--eval-only", "--init-from", str(out))
-    second = Submitted(slurm, tmp_path, *TWO_BY_TWO, str(SCRIPTS / "train.sbatch"), *options)
-    assert second.wait()["Restarts"] == "0"
-    assert re.search(r"on 359 held-out samples: accuracy 0\.\d+, loss", second.log())

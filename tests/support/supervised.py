@@ -57,15 +57,8 @@ class Supervised(Job):
         assert self.inodes, "the ranks were looked at"
 
 
-COUNTED = {  # samples, problem, options; in rounds for four workers
-    "async": (N, "SlowCounting", "--servers 1 --batch-size 4"),
-    "sync": (128, "MeanCounting", "--batch-size 8 --lr 32"),
-}
-
-
-def counting_words(folder: Path, epochs: int, *options: str, mode: str = "async") -> list[str]:
+def counting_words(folder: Path, epochs: int, *options: str) -> list[str]:
     """Return the words of a job that counts samples and saves often, into ``out``."""
-    n, kind, how = COUNTED[mode]
-    words = [*counting(samples_file(folder, n), kind=kind), "--mode", mode, *how.split()]
-    words += ["--checkpoint-every", "5steps", "--epochs", f"{epochs}", "--out", str(folder / "out")]
-    return [*words, *options]
+    words = [*counting(samples_file(folder, N), kind="SlowCounting"), "--mode", "async"]
+    words += ["--servers", "1", "--batch-size", "4", "--checkpoint-every", "5steps"]
+    return [*words, "--epochs", f"{epochs}", "--out", str(folder / "out"), *options]
