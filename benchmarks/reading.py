@@ -86,7 +86,7 @@ def _train(dataset: str) -> float:
 
 
 def _batches(source: Source) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    order = Order(source.n, BATCH, source.block(BATCH), 0)
+    order = Order(source.n, source.block(BATCH), 0)
     ranges = [(k, min(k + BATCH, source.n)) for k in range(0, source.n, BATCH)]
     with Loader(source, order, "float32") as loader:
         for number in range(len(ranges) + AHEAD):

@@ -60,24 +60,16 @@ class Order:
 
     Args:
         n: Number of samples.
-        batch_size: Samples in a batch; a block holds whole batches.
-        block: Samples that are read at once, a multiple of `batch_size`; 1 if each sample is read
-            separately, 0 for data in memory.
+        block: Samples that are read at once; 1 if each sample is read separately, 0 for data in
+            memory.
         seed: Seed of the order.
         shuffle: If False, every epoch has the order of the source.
 
     Attributes:
         count: Number of blocks; 0 for data in memory.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
 
-    def __init__(
-        self, n: int, batch_size: int, block: int, seed: int, *, shuffle: bool = True
-    ) -> None:
-        if n < 0 or batch_size < 1 or block < 0 or (block > 1 and block % batch_size) or seed < 0:
-            raise ValueError(f"no order of {n=}, {batch_size=}, {block=}, {seed=}")
+    def __init__(self, n: int, block: int, seed: int, *, shuffle: bool = True) -> None:
         self.n = n
         self.block = block
         self.count = -(-n // block) if block else 0

@@ -186,8 +186,7 @@ def make_loader(job: "Job") -> Loader:
     """Return the reader of a worker's batches, in the run's order."""
     assert job.dataset is not None, "servers read no data"
     c, source = job.config, job.dataset.train
-    size = 1 if job.block else c.batch_size
-    order = Order(source.n, size, job.block, c.seed, shuffle=c.shuffle)
+    order = Order(source.n, job.block, c.seed, shuffle=c.shuffle)
     return Loader(source, order, job.dtype, augment=augment_of(c, job.info))
 
 

@@ -205,8 +205,7 @@ def first_batch(config: Config) -> tuple[Problem, Batch]:
     dataset = open_dataset(config)
     problem, source = load_problem(config.problem, dataset.info, config), dataset.train
     block = source.block(config.batch_size)
-    size = 1 if block else config.batch_size
-    order = Order(source.n, size, block, config.seed, shuffle=config.shuffle)
+    order = Order(source.n, block, config.seed, shuffle=config.shuffle)
     with Loader(source, order, np.dtype(config.dtype)) as loader:
         loader.submit(0, 0, min(config.batch_size, source.n))
         batch = loader.take()

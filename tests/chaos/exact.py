@@ -26,7 +26,7 @@ def check_run(out: Path) -> list[str]:
 def expected_counts(checkpoint: Checkpoint, n: int) -> np.ndarray:
     """Return how often each of `n` samples was applied, from a checkpoint's dispatch."""
     allocator, config = checkpoint.state["allocator"], from_toml(checkpoint.config)
-    order = Order(n, config.batch_size, checkpoint.state["block"], config.seed)
+    order = Order(n, checkpoint.state["block"], config.seed)
     epoch, position = allocator["cursor"]
     counts = np.full(n, float(epoch))
     np.add.at(counts, order.sample_ids(epoch, 0, position), 1)

@@ -42,7 +42,7 @@ class Serial:
         roles = assign(c.mode, ["here"] * ranks, node_of, c.servers, c.server_ranks)
         self._workers, self.data = roles.workers, open_dataset(c)
         self.problem = load_problem(c.problem, self.data.info, c)
-        self._order = Order(self.data.train.n, c.batch_size, checkpoint.state["block"], c.seed)
+        self._order = Order(self.data.train.n, checkpoint.state["block"], c.seed)
         self.params = initial_vector(self.problem, c.seed, np.dtype(c.dtype))
         self.counts = np.zeros(self.data.train.n, int)
         self.rows = np.zeros(self.data.train.n)

@@ -68,7 +68,7 @@ def test_samples_are_those_of_the_folders(tmp_path: Path) -> None:
         for (label, k), image, target in zip(found, stored, y, strict=True):
             np.testing.assert_array_equal(image, pixels(label, k))
             assert target == label
-        order = Order(data.train.n, 4, data.train.block(4), 0)  # of samples, not of blocks
+        order = Order(data.train.n, data.train.block(4), 0)  # of samples, not of blocks
         with Loader(data.train, order, "float64") as loader:
             loader.submit(1, 0, data.train.n)
             batch = loader.take()

@@ -150,7 +150,7 @@ def test_the_order_of_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
     source, whole, seen = data.train, everything(data)[0].dense(), list[int]()
     block = source.block(32)
     assert 0 < block < 300
-    with Loader(source, Order(source.n, 1, block, 3), "float64") as loader:
+    with Loader(source, Order(source.n, block, 3), "float64") as loader:
         for begin in range(0, 300, 32):
             loader.submit(0, begin, min(begin + 32, 300))
             batch = loader.take()
@@ -164,7 +164,7 @@ def peak_of(path: Path) -> int:
     tracemalloc.start()
     try:
         with opened(f"{path}::sparse", test_fraction=0, batch_size=500) as data:
-            n, order = data.train.n, Order(data.train.n, 1, data.train.block(500), 0)
+            n, order = data.train.n, Order(data.train.n, data.train.block(500), 0)
             with Loader(data.train, order, "float32") as loader:
                 for begin in range(0, n, 500):
                     loader.submit(0, begin, min(begin + 500, n))

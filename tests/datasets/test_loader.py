@@ -45,8 +45,8 @@ def write(path: Path, x: Any, y: Any) -> Dataset:
     return opened(write_h5(path, x, y), test_fraction=0)
 
 
-def loader_of(source: Source, block: int = BLOCK, batch: int = 5) -> Loader:
-    order = Order(source.n, batch, 0 if source.in_memory else block, seed=1)
+def loader_of(source: Source) -> Loader:
+    order = Order(source.n, 0 if source.in_memory else BLOCK, seed=1)
     return Loader(source, order, "float32")
 
 
@@ -80,7 +80,7 @@ def spy(file_data: Dataset, monkeypatch: pytest.MonkeyPatch) -> Spy:
 
 
 def test_batches_hold_the_samples_of_the_order(file_data: Dataset) -> None:
-    order = Order(N, 5, BLOCK, seed=1)
+    order = Order(N, BLOCK, seed=1)
     with Loader(file_data.train, order, "float32") as loader:
         for epoch in range(3):
             submit(loader, N, epoch=epoch)
@@ -145,7 +145,7 @@ def test_the_blocks_that_are_kept_are_bounded(tmp_path: Path) -> None:
 
 
 def test_the_next_block_is_read_ahead(file_data: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    order = Order(80, 5, BLOCK, 1)  # four blocks
+    order = Order(80, BLOCK, 1)  # four blocks
     for asked, ahead in (
         ([0, 1], []),
         ([0, 1, 2], [3]),
@@ -177,7 +177,7 @@ def test_each_block_is_read_once_an_epoch(file_data: Dataset, spy: Spy) -> None:
 def test_the_thread_stays_no_more_than_depth_ahead(
     file_data: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order, made = Order(N, 5, BLOCK, seed=1), list[int]()
+    order, made = Order(N, BLOCK, seed=1), list[int]()
     find = order.sample_ids
     monkeypatch.setattr(order, "sample_ids", lambda *args: made.append(args[1]) or find(*args))
     with Loader(file_data.train, order, "float32") as loader:
@@ -226,7 +226,7 @@ def test_errors_come_out_of_take_in_their_place(tmp_path: Path, bad: int) -> Non
     x = np.ones((60, 2))
     x[bad, 1] = np.nan
     data, good = write(tmp_path / "a.h5", x, np.zeros(60)), 0
-    with Loader(data.train, Order(60, 5, 10, seed=0, shuffle=False), "float32") as loader:
+    with Loader(data.train, Order(60, 10, seed=0, shuffle=False), "float32") as loader:
         for begin in range(0, 60, 5):
             loader.submit(0, begin, begin + 5)
             if begin // 10 != bad // 10:
@@ -258,7 +258,7 @@ def test_wrong_use(source: Source) -> None:
 @settings(deadline=None, max_examples=80)
 @given(st.integers(1, 400), st.integers(1, 30), st.integers(0, 6), st.integers(1, 60))
 def test_every_sample_exactly_once(n: int, batch: int, batches: int, step: int) -> None:
-    order = Order(n, batch, batch * batches, seed=3)
+    order = Order(n, batch * batches, seed=3)
     for epoch in (0, 5):
         parts = [order.sample_ids(epoch, b, min(b + step, n)) for b in range(0, n, step)]
         ids = order.sample_ids(epoch, 0, n)
@@ -273,7 +273,7 @@ def test_every_sample_exactly_once(n: int, batch: int, batches: int, step: int) 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("n", [1, 40, 43, 103])
 def test_blocks_and_their_places(n: int, shuffle: bool) -> None:
-    order, seen = Order(n, 2, 10, seed=4, shuffle=shuffle), list[list[int]]()
+    order, seen = Order(n, 10, seed=4, shuffle=shuffle), list[list[int]]()
     for epoch in range(2):
         places = [order.place(epoch, position) for position in range(n)]
         assert sorted(set(places)) == list(range(order.count))
@@ -286,7 +286,7 @@ def test_blocks_and_their_places(n: int, shuffle: bool) -> None:
 
 @pytest.mark.parametrize("block", [0, 8, 10, 1000])
 def test_depends_on_seed_and_epoch_only(block: int) -> None:
-    orders = [Order(103, 2, block, seed) for seed in (5, 5, 6)]
+    orders = [Order(103, block, seed) for seed in (5, 5, 6)]
     first, second = (orders[0].sample_ids(epoch, 0, 103) for epoch in (0, 1))
     for _ in range(3):  # through the caches, and from another object
         orders[0].sample_ids(7, 0, 103)
@@ -299,8 +299,8 @@ def test_depends_on_seed_and_epoch_only(block: int) -> None:
 def test_the_same_on_every_machine() -> None:
     # Numbers written down once: a resumed run relies on them under another NumPy.
     assert shuffled(8, 0, 1, 2).tolist() == [5, 1, 4, 6, 3, 2, 0, 7]
-    assert Order(10, 2, 4, seed=1).sample_ids(0, 0, 10).tolist() == [8, 9, 0, 2, 3, 1, 4, 6, 5, 7]
-    assert Order(5, 2, 1, seed=1).sample_ids(0, 0, 5).tolist() == [2, 0, 4, 3, 1]
+    assert Order(10, 4, seed=1).sample_ids(0, 0, 10).tolist() == [8, 9, 0, 2, 3, 1, 4, 6, 5, 7]
+    assert Order(5, 1, seed=1).sample_ids(0, 0, 5).tolist() == [2, 0, 4, 3, 1]
     keys = [(1,), (1, 0), (2**32,), (2**32 + 1,), (0, 1)]
     assert len({tuple(shuffled(50, *key)) for key in keys}) == 5, "large keys are told apart"
 
@@ -368,7 +368,7 @@ def test_a_loader_augments_what_is_trained_on(tmp_path: Path, kind: str) -> None
     """In memory and from a file, whose samples stay as they are."""
     path = WRITE[kind](tmp_path / f"images.{kind}", (IMAGES % 251).astype("u1"), IDS % 2)
     with opened(path, flip=True, shift=1) as data:
-        order = Order(data.train.n, 10, data.train.block(10), 0)
+        order = Order(data.train.n, data.train.block(10), 0)
         augment = augment_of(Config(flip=True, shift=1), data.info)
         with Loader(data.train, order, "f4", augment=augment) as loader:
             loader.submit(1, 0, 10)

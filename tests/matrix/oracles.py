@@ -162,7 +162,7 @@ def check_compensated(plan: Plan, name: str) -> None:
 
 def check_means(plan: Plan, name: str) -> None:
     """With rate 32 a sample of a full step counts 1, one of a smaller step more: exact numbers."""
-    checkpoint, order, expected = final(plan.out(name)), Order(N, 8, 0, 0), np.zeros(N)
+    checkpoint, order, expected = final(plan.out(name)), Order(N, 0, 0), np.zeros(N)
     steps = [(begin, min(begin + 32, N)) for begin in range(0, N, 32)]
     for epoch, (begin, end) in itertools.product(range(epochs_of(name)), steps):
         expected[order.sample_ids(epoch, begin, end)] += 32 / (end - begin)
@@ -343,7 +343,7 @@ def _logistic(c: Config, workers: int) -> np.ndarray:
     """Return bias and weights of logistic regression after large batches, in NumPy."""
     data = open_dataset(c)
     block = data.train.block(c.batch_size)
-    order = Order(data.train.n, 1 if block else c.batch_size, block, c.seed)
+    order = Order(data.train.n, block, c.seed)
     allocator = SampleAllocator(data.train.n, c.step_size * workers, workers=1, epochs=c.epochs)
     x, labels = data.train.load(0, data.train.n, np.dtype("f8"))
     inputs = np.zeros((data.train.n, data.info.x_shape[0]))

@@ -162,7 +162,7 @@ def test_gradient_is_that_of_one_large_batch(dtype: str, size: int, accumulate: 
     params = problem.layout.views(initial_vector(problem, 0, job.dtype))
     flat, whole = np.zeros(problem.layout.size, dtype), np.zeros(problem.layout.size, dtype)
     out, expected = problem.layout.views(flat), problem.layout.views(whole)
-    with Loader(data.train, Order(data.train.n, size, 0, 0), dtype) as loader:
+    with Loader(data.train, Order(data.train.n, 0, 0), dtype) as loader:
         for end in range(1, 2 * config.step_size + 1):
             submit(job, loader, (0, 0, end))
             batches = taken(job, loader, (0, 0, end))

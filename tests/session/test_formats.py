@@ -106,7 +106,7 @@ def test_a_start_opens_each_of_many_files_twice(
     monkeypatch.chdir(tmp_path)
     config = Config(dataset="part-*.h5", test_dataset="test.npz", batch_size=BATCH)
     with open_dataset(config) as data:
-        order = Order(data.train.n, BATCH, data.train.block(BATCH), config.seed)
+        order = Order(data.train.n, data.train.block(BATCH), config.seed)
         assert len(opened) == MANY
         assert max(opened.values()) == 2  # its arrays' shapes, a stretch of its targets
     ids = order.sample_ids(0, 10**9, 10**9 + 10_000)

@@ -20,11 +20,11 @@ SLOTS = {"sgd": 0, "momentum": 1, "adam": 2}
 class Serial:
     """The training samples of a job, its first parameters `w`, and gradients of some samples."""
 
-    def __init__(self, config: Config, block: int = 1) -> None:
+    def __init__(self, config: Config) -> None:
         self._data, self._dtype = open_dataset(config), np.dtype(config.dtype)
         self._problem = load_problem(config.problem, self._data.info, config)
         self.views = self._problem.layout.views
-        self._order = Order(self._data.train.n, block, 0, config.seed)
+        self._order = Order(self._data.train.n, 0, config.seed)
         self.w = initial_vector(self._problem, config.seed, self._dtype)
 
     def gradient(self, w: np.ndarray, samples: Range) -> np.ndarray:
@@ -41,7 +41,7 @@ class Serial:
 
 def serial_sync(config: Config, workers: int) -> dict[str, np.ndarray]:
     """Train as a synchronous run does, in one process: large batches, by `local_step`."""
-    serial, large, clipped = Serial(config, config.batch_size), config.step_size * workers, 0
+    serial, large, clipped = Serial(config), config.step_size * workers, 0
     w, rounds = serial.w, serial.rounds(large, config.epochs)
     slots = [np.zeros_like(w) for _ in range(SLOTS[config.optimizer])]
     for number, batch in enumerate(rounds, 1):
