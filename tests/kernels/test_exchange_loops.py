@@ -8,7 +8,7 @@ import pytest
 
 from mpips.kernels import update_rules
 from mpips.kernels.atomics import no_limit, publish
-from mpips.kernels.exchange import announce, pull, reached, serving, whole_round
+from mpips.kernels.exchange import LONG_NS, announce, pull, reached, serving, whole_round
 from mpips.kernels.rule_loops import dense
 from mpips.kernels.vectors import addresses_of
 from mpips.ps.local_pushes import no_undo
@@ -116,6 +116,16 @@ def test_it_waits_for_the_next_push() -> None:
     thread.start()
     assert node.serve(patience_ns=5 * SECOND, budget_ns=0) == 1
     thread.join()
+
+
+def test_it_notes_the_gaps_between_pushes() -> None:
+    node = Node("f4")
+    node.state[2] = LONG_NS
+    assert node.serve() == 6
+    # The first came after a long time, the others at once: five eighths of the mean are new.
+    assert LONG_NS * (7 / 8) ** 5 <= node.state[2] + 6 < LONG_NS
+    assert node.serve(patience_ns=LONG_NS) == 0
+    assert node.state[2] == LONG_NS
 
 
 def test_a_pull_copies_shards_and_counts_torn_ones() -> None:
