@@ -11,15 +11,15 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39566
+TOTAL = 39446
 TESTS = 38300  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
     "checkpoint": 1485,
-    "codecs": 620,
+    "codecs": 617,
     "config": 1249,
-    "datasets": 2646,
+    "datasets": 2642,
     "errors.py": 60,
     "extras.py": 20,
     "failover": 860,
@@ -27,13 +27,13 @@ BUDGET = {
     "jax": 416,
     "kernels": 1953,
     "launch": 2309,
-    "layout": 427,
+    "layout": 413,
     "library": 1622,
     "lightning": 684,
     "mpi": 1809,
     "optim": 969,
     "planning": 2485,
-    "problems": 945,
+    "problems": 932,
     "ps": 2266,
     "rounds": 2391,
     "session": 1821,

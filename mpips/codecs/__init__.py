@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpips.config import Config
-from mpips.errors import unknown
 
 CODECS = {  # name: (module, class)
     "fp16": ("float16", "Fp16"),
@@ -182,14 +181,9 @@ def make_codec(name: str, **options: float) -> Codec | None:
     Args:
         name: Name of the codec, a key of `CODECS`, or "none".
         options: Fields of the codec that differ from their defaults.
-
-    Raises:
-        UserError: If there is no codec of that name.
     """
     if name == "none":
         return None
-    if name not in CODECS:
-        raise unknown("codec", name, ("none", *CODECS))
     module, kind = CODECS[name]
     return getattr(import_module(f"mpips.codecs.{module}"), kind)(**options)
 

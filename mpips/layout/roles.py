@@ -95,14 +95,13 @@ def assign(
 
     Raises:
         UserError: If there is no worker, or no server in a mode that needs one, or if the options
-            contradict each other or the world.
+            do not fit the world.
     """
     world = len(hosts)
     chosen = tuple(sorted(server_ranks))
-    if chosen:
-        count = _count_by_hand(chosen, servers, server_hosts, world)
-    else:
-        count = default_servers(mode, world) if servers is None else servers
+    if chosen and chosen[-1] >= world:
+        raise UserError(f"server_ranks has rank {chosen[-1]}", f"ranks 0 to {world - 1}")
+    count = len(chosen) or (default_servers(mode, world) if servers is None else servers)
     _check_count(mode, count, world, evaluators, asked=servers is not None or bool(chosen))
     if not chosen:
         chosen = spread_over(count, _eligible(hosts, server_hosts, count), node_of)
@@ -227,27 +226,12 @@ def shares(
     return (*shards, *(Shard(size, size) for _ in range(roles.spares)))
 
 
-def _count_by_hand(chosen: Sequence[int], servers: int | None, glob: str, world: int) -> int:
-    if glob:
-        got = "both server_ranks and server_hosts"
-        raise UserError(got, "one of them", "leave out --server-hosts")
-    if chosen[-1] >= world:
-        raise UserError(f"server_ranks has rank {chosen[-1]}", f"ranks 0 to {world - 1}")
-    if servers is not None and servers != len(chosen):
-        got = f"servers={servers} with {len(chosen)} server_ranks"
-        raise UserError(got, "the same number", "leave out --servers")
-    return len(chosen)
-
-
 def _check_count(mode: str, count: int, world: int, evaluators: int, asked: bool) -> None:
-    least = 0 if mode in ROUND_MODES else 1
     beside = f" beside evaluators={evaluators}" if evaluators else ""
-    if least and world == 1:
+    if world == 1 and mode not in ROUND_MODES:
         got = f"mode={mode} in a world of 1 rank{beside}"
         remedy = f"use mpirun -n {2 + evaluators} or more, or --mode sync"
         raise UserError(got, "at least 2 ranks, a server and a worker", remedy)
-    if count < least:
-        raise UserError(f"servers={count} in mode={mode}", f"servers >= {least}")
     if count >= world:
         got = f"servers={count} leaves no worker in a world of {world}{beside}"
         remedy = f"use mpirun -n {count + 1 + evaluators}" if asked else ""

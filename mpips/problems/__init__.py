@@ -23,7 +23,7 @@ import numpy as np
 from mpips.config import Config
 from mpips.config.user_file import classes_of, raised, run_file
 from mpips.datasets.base import Batch, DataInfo
-from mpips.errors import UserError, nearest, unknown
+from mpips.errors import UserError, nearest
 from mpips.layout import Layout
 from mpips.problems.base import Arrays, Problem
 from mpips.problems.evaluation import checked_loss
@@ -63,7 +63,7 @@ def load_problem(name: str, data: DataInfo, config: Config) -> Problem:
         config: The run's configuration.
 
     Raises:
-        UserError: If there is no such name, file or class; if the file or the class raises; if the
+        UserError: If there is no such file or class; if the file or the class raises; if the
             class lacks a method; or if the data does not fit. If the user's code raised, its
             exception is the ``__cause__``.
     """
@@ -72,17 +72,11 @@ def load_problem(name: str, data: DataInfo, config: Config) -> Problem:
         if data.sparse and not uses_rows(made):
             raise _needs_dense(name, data)
         return made(data, config)
-    path, colon, class_name = name.rpartition(":")
-    if colon:
-        return _user_problem(Path(os.path.expanduser(path)), class_name, data, config)
-    if name.endswith(".py") or "/" in name:
-        remedy = "name the class too, as in my/file.py:MyClass"
-        raise UserError(f"problem {name!r} without a class", "FILE.py:CLASS", remedy)
-    raise unknown("problem", name, PROBLEMS)
+    path, _, class_name = name.rpartition(":")
+    return _user_problem(Path(os.path.expanduser(path)).resolve(), class_name, data, config)
 
 
 def _user_problem(path: Path, class_name: str, data: DataInfo, config: Config) -> Problem:
-    path = path.resolve()
     module = run_file(path, "problem")
     where = f"{path}:{class_name}"
     make, sparse, expected = _maker(_find(module, class_name, path), vars(module), data, where)

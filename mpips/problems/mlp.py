@@ -8,7 +8,7 @@ import numpy as np
 
 from mpips.config import Config
 from mpips.datasets.base import Batch, DataInfo
-from mpips.errors import UserError, unknown
+from mpips.errors import UserError
 from mpips.layout import Layout
 from mpips.problems.base import Arrays, Problem
 
@@ -79,9 +79,6 @@ class MLP(Problem):
     Parameters: ``w1`` (inputs, hidden[0]), ``b1`` (hidden[0],), ``w2``, and so on. Initial weights
     are normal, with He's variance for relu, and Glorot's for tanh and the last layer. Initial
     biases are zero.
-
-    Raises:
-        UserError: If the activation is unknown, or a layer has no units.
     """
 
     def __init__(
@@ -89,11 +86,6 @@ class MLP(Problem):
     ) -> None:
         super().__init__(data, config)
         hidden = config.hidden if hidden is None else hidden
-        if config.activation not in ACTIVATIONS:
-            raise unknown("activation", config.activation, ACTIVATIONS)
-        if any(width < 1 for width in hidden):
-            got = ",".join(str(width) for width in hidden)
-            raise UserError(f"hidden={got}", "at least 1 unit in each layer")
         outputs = math.prod(data.y_shape) if data.classes is None else data.classes
         widths = (math.prod(data.x_shape), *hidden, outputs)
         self._depth = len(widths) - 1

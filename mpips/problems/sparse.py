@@ -153,7 +153,7 @@ class WideDeep(LogisticSparse):
     of feature j is w_j and then v_j, initially normal.
 
     Raises:
-        UserError: As `LogisticSparse` and `MLP`, or if PyTorch is not installed.
+        UserError: As `LogisticSparse`, or if PyTorch is not installed.
 
     References: Cheng et al., "Wide & Deep Learning for Recommender Systems", DLRS 2016.
     """
