@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -49,8 +50,6 @@ REMOTE_FACTOR, STOPPED_FACTOR = 2, 0.5
 DUMP = signal.SIGUSR2  # the same signal as under a supervisor
 PACKAGE = f"{Path(__file__).resolve().parent.parent}{os.sep}"
 WAITS = (Cluster.wait.__code__, take_turns.__code__)
-
-_stacks: list[int] = []  # file descriptor of this process's stacks for its whole life; -1 for none
 
 
 @contextlib.contextmanager
@@ -120,14 +119,14 @@ def _board(cluster: Cluster) -> tuple[StatusBoard | None, int]:
     return board, index
 
 
+@cache
 def _stacks_file() -> int:
     """Let this process write its threads' stacks at a signal; return the file descriptor, or -1."""
-    if not _stacks:
-        _stacks.append(-1)
-        if signal.getsignal(DUMP) == signal.SIG_DFL and not process.is_caught(DUMP):
-            _stacks[0] = os.memfd_create("mpips-stacks")
-            faulthandler.register(DUMP, _stacks[0])
-    return _stacks[0]
+    if signal.getsignal(DUMP) != signal.SIG_DFL or process.is_caught(DUMP):
+        return -1
+    file = os.memfd_create("mpips-stacks")  # for the whole life of this process
+    faulthandler.register(DUMP, file)
+    return file
 
 
 class _Thread:

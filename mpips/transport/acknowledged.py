@@ -27,11 +27,10 @@ from mpips.mpi.start import TAG_APPLIED, Request
 from mpips.mpi.world import Cluster
 from mpips.transport.push import Push
 from mpips.transport.push_receiver import Body, PushReceiver
-from mpips.transport.push_sender import BUFFERS, PUSHED, Announced, Owner, PushSender, ShardSender
-from mpips.transport.wire import Packing
+from mpips.transport.push_sender import BUFFERS, PUSHED, PushSender, ShardSender
 
 if TYPE_CHECKING:
-    from mpips.transport.rows import RowsPacker
+    pass
 
 APPLIED_WORDS = 2  # number of the server, and number of this worker's applied pushes
 
@@ -41,17 +40,11 @@ class Sending(ShardSender):
 
     Args:
         cluster: The job's ranks.
-        owner: Number and rank of the server, and its shard.
-        announced: Segment of the worker, on this node, dead or alive.
-        packing: Packing of bodies, without a state.
-        rows: Packs the rows of pushes; None without tables.
+        args: Further arguments of `ShardSender`. The worker may be dead; the packing has no state.
     """
 
-    def __init__(
-        self, cluster: Cluster, owner: Owner, announced: Announced, packing: Packing,
-        rows: "RowsPacker | None" = None,
-    ) -> None:  # fmt: skip
-        super().__init__(cluster, owner, announced, packing, rows)
+    def __init__(self, cluster: Cluster, *args: Any) -> None:
+        super().__init__(cluster, *args)
         self._begin_body = cluster.arrays.begin_send
         self._earlier_ranks: set[int] = set()
         self._unsent: list[list[Request]] = []  # to earlier servers, which may never receive it
@@ -77,8 +70,6 @@ class Sending(ShardSender):
 
 class AcknowledgedPushSender(PushSender):
     """A worker's pushes; see `mpips.transport.push_sender.PushSender`. Collective: no."""
-
-    _shards: Sequence[Sending]
 
     def __init__(self, cluster: Cluster, shards: Sequence[Sending]) -> None:
         super().__init__(shards)

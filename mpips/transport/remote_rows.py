@@ -47,8 +47,11 @@ ASIDE = -1  # second argument of `want` for rows outside steps; any negative num
 class _RowsRequest:
     """Rows of one call, requested from one remote server; `here` of them have arrived."""
 
-    def __init__(self, remote: "_RemoteServer", places: np.ndarray, rows: np.ndarray) -> None:
-        self._remote, self._places, self.rows, self.here = remote, places, rows, 0
+    def __init__(
+        self, reads: "RemoteRows", remote: "_RemoteServer", places: np.ndarray, rows: np.ndarray
+    ) -> None:
+        self._reads, self._remote = reads, remote
+        self._places, self.rows, self.here = places, rows, 0
         self._next = 0  # first place that is not requested yet
         self._coming: deque[tuple[Request, Chunks, np.ndarray, np.ndarray]] = deque()
         self._sending: list[Request] = []
@@ -68,32 +71,36 @@ class _RowsRequest:
 
     def _ask(self) -> None:
         """Send the next request, and post the receives while it is on its way."""
-        remote, part = self._remote, slice(self._next, self._next + self._remote.most)
+        reads, (_, rank, most, sent) = self._reads, self._remote
+        part = slice(self._next, self._next + most)
         places, rows = self._places[part], self.rows[part]
         self._next += len(places)
-        head = np.array([remote.table, len(places), *remote.wanted], np.int64).view("u1")
-        request_bytes = np.concatenate([head, remote.sent.encode(places)])
-        remote.bytes_sent += request_bytes.nbytes
-        self._sending = [remote.cluster.arrays.begin_send(request_bytes, remote.rank, TAG_WANTED)]
-        chunks = Chunks.of_rows(remote.codec, len(rows), rows.shape[1], rows.dtype)
-        begin = remote.cluster.arrays.begin_receive
+        head = np.array([reads.number, len(places), *reads.wanted], np.int64).view("u1")
+        request_bytes = np.concatenate([head, sent.encode(places)])
+        reads.bytes_sent += request_bytes.nbytes
+        self._sending = [reads.arrays.begin_send(request_bytes, rank, TAG_WANTED)]
+        chunks = Chunks.of_rows(reads.codec, len(rows), rows.shape[1], rows.dtype)
         for chunk in chunks.cut(rows):
             message = chunks.message(chunk)
-            self._coming.append((begin(message, remote.rank, TAG_ROWS), chunks, message, chunk))
-            remote.bytes_received += message.nbytes
+            coming = reads.arrays.begin_receive(message, rank, TAG_ROWS)
+            self._coming.append((coming, chunks, message, chunk))
+            reads.bytes_received += message.nbytes
 
 
-class _RemoteServer:
-    """A server of another node from which a worker reads rows of one table."""
+class _RemoteServer(NamedTuple):
+    """A server of another node from which a worker reads rows of one table.
 
-    def __init__(
-        self, cluster: Cluster, table: int, server: int, rank: int, most: int, rows: int,
-        codec: Codec | None,
-    ) -> None:  # fmt: skip
-        self.cluster, self.table, self.server, self.rank = cluster, table, server, rank
-        self.most, self.codec, self.sent = most, codec, SentList(rows)
-        self.bytes_sent = self.bytes_received = 0
-        self.wanted = 0, 0
+    Attributes:
+        server: Number of the server.
+        rank: Its rank.
+        most: Most rows of a request.
+        sent: The last list of places that was sent.
+    """
+
+    server: int
+    rank: int
+    most: int
+    sent: SentList
 
 
 class RowRequest:
@@ -135,6 +142,14 @@ class RemoteRows:
         dtype: dtype of the rows.
         codec: Codec of pulls from other nodes.
         whole: Whether a call is one request; else a request has at most `push_rows` rows.
+
+    Attributes:
+        number: See Args.
+        arrays: Messages of arrays.
+        codec: Codec of the rows, or None.
+        wanted: Updates that rows must include, as set by `want`.
+        bytes_sent: Bytes of the requests.
+        bytes_received: Bytes of the requested rows, as packed.
     """
 
     def __init__(
@@ -143,26 +158,18 @@ class RemoteRows:
     ) -> None:  # fmt: skip
         ranks = cluster.roles.owners
         self._cluster, owned = cluster, table.owned_by(len(ranks))
+        self.arrays, self.number, self.codec = cluster.arrays, number, rows_codec(codec, table.dim)
         self._dim, self._dtype = table.dim, dtype
+        self.bytes_sent = self.bytes_received = 0
+        self.wanted = 0, 0
         self._ahead: deque[tuple[np.ndarray | None, RowRequest]] = deque()
         self._later: list[tuple[np.ndarray, Grouped]] = []
         most = lambda k: max(1, owned.count(k)) if whole else table.push_rows  # noqa: E731
-        packed = rows_codec(codec, table.dim)
         self._remote = [
-            _RemoteServer(cluster, number, k, rank, most(k), owned.count(k), packed)
+            _RemoteServer(k, rank, most(k), SentList(owned.count(k)))
             for k, rank in enumerate(ranks)
             if not cluster.is_local(rank)
         ]
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes of the requests."""
-        return sum(remote.bytes_sent for remote in self._remote)
-
-    @property
-    def bytes_received(self) -> int:
-        """Bytes of the requested rows, as packed."""
-        return sum(remote.bytes_received for remote in self._remote)
 
     def want(self, version: int, own: int = 0) -> None:
         """Set the updates that rows must include from now on.
@@ -171,8 +178,7 @@ class RemoteRows:
             version: Number of updates, if owners count them; in mode ssp the clock.
             own: Number of pushes of this worker, in mode ssp.
         """
-        for remote in self._remote:
-            remote.wanted = version, own
+        self.wanted = version, own
 
     def begin(self, grouped: Grouped) -> RowRequest:
         """Request the remote rows of a call. Blocks: no.
@@ -185,7 +191,7 @@ class RemoteRows:
             part = grouped.of(remote.server)
             if part.stop > part.start:
                 rows = np.empty((part.stop - part.start, self._dim), self._dtype)
-                asked.append((part, _RowsRequest(remote, grouped.local[part], rows)))
+                asked.append((part, _RowsRequest(self, remote, grouped.local[part], rows)))
         coming = RowRequest(grouped, asked)
         coming.advance()
         return coming
