@@ -45,7 +45,7 @@ from mpips.config.jobfile import to_toml
 from mpips.errors import complain
 from mpips.health.trace_file import RankFile
 from mpips.kernels.compiled import Vector, kernel
-from mpips.mpi.collectives import broadcast_polled, gather_polled
+from mpips.mpi.collectives import gather_polled
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
 from mpips.ps.assemble import ServerHalf
@@ -285,17 +285,16 @@ def recorder_of(job: Job, half: ServerHalf) -> Recorder | None:
     """
     if not job.config.record:
         return None
-    number = np.array([_begin_part(job) if job.cluster.is_coordinator else 0])
-    broadcast_polled(half.servers, number, 0, job.cluster.wait_request)
-    part = int(number[0])
+    begun = _begin_part(job) if job.cluster.is_coordinator else 0
+    part = max(gather_polled(half.servers, begun, job.cluster.wait_request))
     if not part:
         return None
     server, recorder = job.cluster.roles.servers.index(job.cluster.rank), None
     if not half.server.idle:
         path, about = part_folder(job.out, part) / FILE.format(server), _about(job, part, server)
         recorder = Recorder(path, about, half.server.params, whole=server == 0)
-    begun = recorder is None or recorder.part > 0
-    if all(gather_polled(half.servers, begun, job.cluster.wait_request)):
+    records = recorder is None or recorder.part > 0
+    if all(gather_polled(half.servers, records, job.cluster.wait_request)):
         job.recorder = recorder
         return recorder
     if recorder is not None:
