@@ -88,14 +88,7 @@ class _RowsRequest:
 
 
 class _RemoteServer(NamedTuple):
-    """A server of another node from which a worker reads rows of one table.
-
-    Attributes:
-        server: Number of the server.
-        rank: Its rank.
-        most: Most rows of a request.
-        sent: The last list of places that was sent.
-    """
+    """A server of another node from which a worker reads rows, at most `most` by a request."""
 
     server: int
     rank: int
@@ -144,8 +137,8 @@ class RemoteRows:
         whole: Whether a call is one request; else a request has at most `push_rows` rows.
 
     Attributes:
-        number: See Args.
         arrays: Messages of arrays.
+        number: See Args.
         codec: Codec of the rows, or None.
         wanted: Updates that rows must include, as set by `want`.
         bytes_sent: Bytes of the requests.
