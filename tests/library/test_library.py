@@ -25,7 +25,7 @@ from mpips.library.data import Samples
 from mpips.library.loop import TEXT_MAX, note
 from mpips.mpi.process import MEETS
 
-PROGRAMS, LONG = ROOT / "tests" / "library" / "programs", pytest.mark.long
+PROGRAMS = ROOT / "tests" / "library" / "programs"
 LOOP = Template("""
 import os, signal, sys, numpy as np, mpips, mpips.library.collectives, mpips.session.setup
 
@@ -163,10 +163,9 @@ ONCE = {r"^backup is printed\nonce$": 1}
 @pytest.mark.parametrize(
     ("ranks", "program", "told"),
     [
-        pytest.param(3, "many.py", {"is done: 15 runs": 3}, marks=[LONG, pytest.mark.other_mpi]),
         pytest.param(3, "together.py", {"is done: together": 3, **ONCE}, marks=pytest.mark.one_mpi),
         # What goes in rounds has the other MPI: tests/matrix/test_serial.py.
-        pytest.param(5, "tables.py served", {" is done": 6}, marks=pytest.mark.one_mpi),
+        pytest.param(5, "tables.py served", {" is done": 5}, marks=pytest.mark.one_mpi),
         (4, "stores.py", {"is done": 4}),
     ],
 )

@@ -38,9 +38,10 @@ def find(out: Path, *words: str) -> folder.Run:
     return folder.find_run(parse_command_line(["--out", str(out), *words]))
 
 
-def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+def test_a_folder_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while its first batch is under way, which leaves a folder that may be cleared."""
-    out = tmp_path / "run"
+    monkeypatch.chdir(tmp_path)
+    out = Path("runs", "mlp-async-20260101-120000")
     unfinished(out)
     claim(out)
     for words in ([], ["--resume", "auto"]):
@@ -51,7 +52,9 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     release()
     assert not is_claimed(out)
     assert not is_claimed(tmp_path / "none")
-    assert not find(out, "--resume", "auto").resumed  # nothing was saved: begins anew
+    found = folder.find_run(parse_command_line(["--resume", "auto"]))
+    assert (found.out, found.resumed) == (out, False), "nothing was saved: begins anew"
+    assert is_claimed(out)
 
 
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,16 +167,6 @@ def test_files_of_others_stay_in_the_folders_of_a_run(tmp_path: Path) -> None:
     folder.forget(out)
     left = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     assert left == {".lock", *others}
-
-
-def test_a_run_without_a_given_name_begins_anew_where_it_holds_the_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    out = Path("runs", "mlp-async-20260101-120000")
-    unfinished(out)
-    assert folder.find_run(parse_command_line(["--resume", "auto"])).out == out
-    assert is_claimed(out)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,15 @@
-"""What workers do together, in every mode, and what becomes of it when the run is stopped."""
+"""What workers do together, in every mode, and what becomes of it when the run is stopped.
 
+All runs are in one program, one after the other, and leave nothing over.
+"""
+
+import gc
+import json
 import os
 import signal
 import sys
+import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +26,7 @@ N, SIZE, EPOCHS, HELD_OUT = 120, 4, 3, 1000
 MODES: dict[str, dict[str, Any]] = {
     "async": {"servers": 1},
     "remote": {"mode": "async", "servers": 1, "node_size": 1},
-    "sync": {},
+    "sync": {"evaluators": 1},
     "nodes": {"mode": "sync", "node_size": 1},
     "local_sgd": {"local_steps": 3},
     "easgd": {"servers": 1, "tau": 2},
@@ -27,6 +34,94 @@ MODES: dict[str, dict[str, Any]] = {
     "backup": {"mode": "sync", "servers": 1, "backup_workers": 1},
 }
 IN_STEP, BEHIND = ("sync", "nodes"), ("async", "remote", "sync", "nodes", "local_sgd", "easgd")
+MADE: Counter[str] = Counter()  # communicators and windows
+FREED: Counter[str] = Counter()
+
+
+class Counted(MPI.Intracomm):
+    """A communicator that counts what is made of it, and of that in turn."""
+
+    def Free(self) -> None:
+        super().Free()
+        FREED["communicators"] += 1
+
+
+class CountedWindow(MPI.Win):
+    def Free(self) -> None:
+        super().Free()
+        FREED["windows"] += 1
+
+
+def counting(kind: str, of: type, name: str, make: Any) -> None:
+    """Have a method of communicators or windows count what it makes, as of that class."""
+
+    def counted(*args: Any, **options: Any) -> Any:
+        found = make(*args, **options)
+        MADE[kind] += found != MPI.COMM_NULL
+        return of(found)
+
+    setattr(of, name, counted)
+
+
+for name in ("Dup", "Split", "Split_type", "Create", "Create_group"):
+    counting("communicators", Counted, name, getattr(MPI.Intracomm, name))
+for name in ("Create", "Allocate_shared"):
+    counting("windows", CountedWindow, name, getattr(MPI.Win, name))
+
+
+def left() -> tuple[int, int]:
+    """Return how many files of this process are open and mapped from memory after a run."""
+    assert MADE == FREED, (MADE, FREED)
+    gc.collect()
+    assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
+    with open("/proc/self/maps") as file:
+        mapped = {line.split()[-1] for line in file if "/dev/shm" in line}
+    return len(os.listdir("/proc/self/fd")), len(mapped)
+
+
+class Heard(mpips.Callback):
+    def __init__(self) -> None:
+        self.losses, self.evaluations = list[float](), list[float]()
+        self.epochs, self.checkpoints = list[int](), list[int]()
+
+    def on_step(self, worker: mpips.Worker, loss: float) -> None:
+        self.losses.append(loss)
+
+    def on_epoch(self, worker: mpips.Worker, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def on_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        assert step > 0
+        self.evaluations.append(metrics["loss"])
+
+    def on_checkpoint(self, step: int) -> None:
+        self.checkpoints.append(step)
+
+
+def check_heard(heard: Heard, pushed: int, result: mpips.Result) -> None:
+    """Check what callbacks have heard on this rank, and that all ranks have the same result."""
+    assert heard.losses == [1.0] * pushed
+    assert heard.epochs == ([*range(EPOCHS)] if pushed else []), heard.epochs
+    coordinator = WORLD.rank == 0  # the first server, where there is one
+    assert bool(heard.evaluations) == coordinator, heard.evaluations
+    assert not coordinator or heard.checkpoints[-1] == result.summary["global_step"]
+    mine = result.params["w"].tolist(), dict(result.summary), result.reason, str(result.out)
+    assert all(mine == other for other in WORLD.allgather(mine)), "evaluators' too"
+
+
+def check_log(result: mpips.Result) -> None:
+    """Check on rank 0 that every line is there that a worker has logged, in its order."""
+    rows = [row for row in map(json.loads, log_of(result).splitlines()) if row["kind"] == "log"]
+    workers = result.summary["workers"]
+    for worker in range(workers):
+        mine = [row for row in rows if row["worker"] == worker]
+        assert [row["when"] for row in mine] == ["before", "in", "between", "after"]
+        assert mine[0].keys() == {"kind", "time_s", "step", "worker", "when"}
+        steps = [row["step"] for row in mine]
+        assert steps[0] is None
+        assert 0 <= steps[1] <= steps[2] <= steps[3] <= result.summary["global_step"]
+        assert (mine[1]["self"], mine[2]["loss"]) == (0.5, "inf")
+    assert len(rows) == 4 * workers
 
 
 def check_values(worker: mpips.Worker) -> None:
@@ -77,7 +172,8 @@ def check_own(worker: mpips.Worker, shared: bool) -> float:
 
 
 def train(worker: mpips.Worker, name: str) -> None:
-    """Do things together wherever that is possible, and save something."""
+    """Do things together wherever that is possible, and save something; tell of it."""
+    worker.log(when="before")
     check_values(worker)
     with pytest.raises(UserError, match=r"save\(\) before the loop"):
         worker.save(np.ones(3), "early.npy")
@@ -85,6 +181,8 @@ def train(worker: mpips.Worker, name: str) -> None:
     for epoch in worker.epochs(EPOCHS):
         for k, batch in enumerate(batches):
             worker.grads["w"][:] = len(batch)
+            if (epoch, k) == (1, 0):
+                worker.log(when="in", self=np.float32(0.5))
             if name in IN_STEP or (worker.id, epoch, k) == (0, 0, 3):
                 before = check_own(worker, name in IN_STEP)
             if name in IN_STEP:
@@ -94,6 +192,8 @@ def train(worker: mpips.Worker, name: str) -> None:
                 with pytest.raises(UserError, match=r"gather\(\) (between|in the loop)"):
                     worker.gather(epoch)
             worker.push(1.0)
+            if (epoch, k) == (1, 0):
+                worker.log(when="between", loss=np.inf)
             if name in IN_STEP:
                 assert check_evaluation(worker, True) < before
             elif (worker.id, epoch) == (1, 0):
@@ -117,6 +217,7 @@ def train(worker: mpips.Worker, name: str) -> None:
         with pytest.raises(UserError, match="of object, expected an array"):
             worker.save(object(), "object.npy")
     worker.print(name, "is", "printed\nonce")
+    worker.log(when="after")
 
 
 def stopped(worker: mpips.Worker, how: str) -> None:
@@ -163,6 +264,16 @@ def few(worker: mpips.Worker) -> None:
                 worker.gather(1)
 
 
+def means(params: dict[str, np.ndarray], batch: Any) -> dict[str, float]:
+    return {"loss": float(params["w"].sum() + batch.ids.mean())}
+
+
+def plain(worker: mpips.Worker) -> None:
+    for _ in worker.batches(N, batch_size=SIZE, epochs=1):
+        worker.grads["w"][:] = 1
+        worker.push(1.0)
+
+
 def run(function: Any, out: Path, **options: Any) -> mpips.Result:
     return mpips.run(function, {"w": np.zeros(5)}, mpips.SGD(0.1), out=out, quiet=True, **options)
 
@@ -174,11 +285,28 @@ def log_of(result: mpips.Result) -> str:
 def main(out: Path) -> None:
     """Run all; handlers of signals are behind a run as before it."""
     handler = signal.getsignal(signal.SIGUSR1)
+    MPI.COMM_WORLD, MPI.Win = Counted(WORLD), CountedWindow
+    evaluates = {"evaluate": means, "held_out": HELD_OUT, "eval_every": 1}
     for name, options in MODES.items():
-        how = {"mode": name, **options}
-        result = run(lambda worker, name=name: train(worker, name), out / name, **how)
+        how, heard = {"mode": name, **options, **evaluates}, Heard()
+        each = lambda worker, name=name: train(worker, name)  # noqa: E731
+        result = run(each, out / name, **how, callbacks=[heard])
         assert result.reason == "epochs", result
         assert sorted(path.name for path in (out / name).glob("last*")) == ["last.npz"]
+        check_heard(heard, len(heard.losses), result)
+        if WORLD.rank == 0:
+            check_log(result)
+    found = list[tuple[int, int]]()
+    for k in range(2):
+        for name, options in MODES.items():
+            run(plain, out / f"{name}-{k}", **{"mode": name, **options, **evaluates})
+            WORLD.Barrier()
+            found.append(left())
+    before, after = found[: len(MODES)], found[len(MODES) :]
+    for first, later in zip(zip(*before, strict=True), zip(*after, strict=True), strict=True):
+        assert max(later) <= max(first), found
+    assert MADE["communicators"] >= 4 * len(found), MADE
+    assert MADE["windows"] >= len(found), MADE
     for mode in ("async", "sync"):
         for how in ("signal", "stop", "left", "behind"):
             if mode == "sync" and how == "left":  # rounds need every worker's batch
