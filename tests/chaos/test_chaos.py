@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import h5py
@@ -12,9 +11,7 @@ from launch import python
 from runs import Plan, names_asked, thinned
 
 from mpips.checkpoint import list_checkpoints
-from mpips.errors import UserError
-from mpips.launch import mpirun
-from tests.chaos.builtin import INVARIANT, MODES, PROGRAM, SHRUNK, options, parse_modes
+from tests.chaos.builtin import INVARIANT, MODES, PROGRAM, SHRUNK, options
 from tests.chaos.counting import held_by
 from tests.chaos.exact import check_counts, check_run
 from tests.chaos.hosts import missing
@@ -57,17 +54,6 @@ def test_a_job_is_counted_whatever_comes(tmp_path: Path) -> None:
     assert re.search(r"disk:full@\S+ \(3 ranks, [1-9]\d* checkpoints failed\)", line)
 
 
-def test_jobs_that_go_on_take_an_mpi_that_does() -> None:
-    """Where MPI ends all ranks, they are refused by name, and are not among all jobs."""
-    if mpirun.survivors_launcher():
-        assert parse_modes("sync,sync-shrink") == ["sync", "sync-shrink"]
-        assert parse_modes("all") == [*MODES]
-        return
-    with pytest.raises(UserError, match="job 'sync-shrink' where this MPI ends all ranks"):
-        parse_modes("sync,sync-shrink")
-    assert parse_modes("all") == [name for name in MODES if name not in SHRUNK]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     "seed",
@@ -98,8 +84,7 @@ def test_rounds_of_several_hosts_go_on(tmp_path: Path) -> None:
 # What is wrong with a run is found ---------------------------------------------------------------
 
 RANKS = 4
-LOST = "test_an_update_that_is_lost_on_a_shard_is_found"
-QUICK = ("async", "sync-topk")
+QUICK = ("async", "backup", "sync-topk")
 # A program is counted as a job is, and rounds without a worker that died as those of `sync`.
 NAMES = sorted(name for name in MODES if not name.startswith(PROGRAM) and name not in SHRUNK)
 
@@ -107,9 +92,8 @@ NAMES = sorted(name for name in MODES if not name.startswith(PROGRAM) and name n
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Plan:
     """Runs of built-in jobs, to which nothing is done: of two epochs."""
-    plan, asked = Plan(tmp_path_factory.mktemp("runs")), names_asked(request)
-    asked |= {"backup"} if LOST in asked else set()
-    for name in filter(asked.__contains__, NAMES):
+    plan = Plan(tmp_path_factory.mktemp("runs"))
+    for name in filter(names_asked(request).__contains__, NAMES):
         words = options(name, RANKS, draw(0, ["kill:worker"]), 20.0)
         plan.add(name, RANKS, [*words, "--epochs", "2", "--checkpoint-every", "20steps"])
         if name == "easgd":  # whose replicas are compared: each worker is to have one
@@ -118,34 +102,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     return plan
 
 
-@pytest.fixture
-def changed(runs: Plan, tmp_path: Path) -> Callable[[str, int, float], Path]:
-    """Copies a run, which is right as it is, and changes an element of its last parameters."""
-
-    def change(name: str, at: int, by: float) -> Path:
-        assert [*check_run(runs.out(name)), *check_counts(runs.out(name))] == []
-        out = Path(shutil.copytree(runs.out(name), tmp_path / name))
-        shard = list_checkpoints(out)[-1] / "shard-0000.h5"
-        with h5py.File(shard, "r+", locking=False) as file:
-            file["params"][at] += by
-        return out
-
-    return change
-
-
-Changed = Callable[[str, int, float], Path]
-
-
-@pytest.mark.parametrize("name", thinned(sorted({*NAMES} - {"backup"}), QUICK, ()))
-def test_a_batch_that_is_counted_twice_is_found(name: str, changed: Changed) -> None:
-    out = changed(name, 3, 1)
+@pytest.mark.parametrize("name", thinned(NAMES, QUICK, ()))
+def test_what_is_wrong_with_a_run_is_found(name: str, runs: Plan, tmp_path: Path) -> None:
+    """A sample that counts twice; where none need count alike, an update that a shard has not."""
+    assert [*check_run(runs.out(name)), *check_counts(runs.out(name))] == []
+    out = Path(shutil.copytree(runs.out(name), tmp_path / name))
+    at, by, what = (-1, -1, "updates of ") if name == "backup" else (3, 1, "count of sample 3 is ")
+    with h5py.File(list_checkpoints(out)[-1] / "shard-0000.h5", "r+", locking=False) as file:
+        file["params"][at] += by
     (wrong,) = check_counts(out)
-    assert "count of sample 3 is " in wrong
+    assert what in wrong
     assert wrong.endswith("differ)")
     assert any("shard-0000.h5" in text for text in check_run(out)), "its sum is another"
-
-
-@pytest.mark.one_mpi
-def test_an_update_that_is_lost_on_a_shard_is_found(changed: Changed) -> None:
-    (wrong,) = check_counts(changed("backup", -1, -1))
-    assert "updates of element" in wrong
