@@ -33,7 +33,6 @@ from mpips.checkpoint import (
 )
 from mpips.checkpoint.__main__ import main
 from mpips.checkpoint.files import (
-    PIECE_BYTES,
     folder_step,
     remove_checkpoint,
     step_folder,
@@ -139,13 +138,6 @@ def test_the_folder_can_be_moved_and_renamed(tmp_path: Path, monkeypatch: Any) -
     (moved / "shard-0001.h5").unlink()
     with h5py.File("index.h5") as file:
         assert np.isnan(file["params/w1"][:]).any()
-
-
-def test_a_shard_of_several_pieces(tmp_path: Path) -> None:
-    size = (PIECE_BYTES // 8) * 2 + 17
-    layout = Layout.of({"w": (size,)})
-    folder = save(tmp_path, layout=layout, parts=1, dtype="float64", slots=())
-    assert open_checkpoint(folder).read_params().tobytes() == vector(size, 30, "float64").tobytes()
 
 
 # --- what is one worker's alone ----------------------------------------------------------------
