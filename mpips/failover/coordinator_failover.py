@@ -187,14 +187,10 @@ class SurvivingCoordinator(Coordinator):
         """See `Coordinator.advance`."""
         if self._record is not None and self._record.due:
             self.note()
-        if self._settling is not None:
-            self._settle(self._settling)
+        if self._settling is not None and self._settling.done():
+            self.snapshots.begun, self.snapshots.again = self._settling.begun, True
+            self._settling = None
         super().advance()
-
-    def _settle(self, settling: "Settling") -> None:
-        if settling.done():
-            self._settling, self.snapshots.again = None, True
-            self.snapshots.begun = settling.begun
 
     def _waits(self) -> bool:
         """See `Coordinator`: waits for servers to come to rest, and for shards to be taken over."""

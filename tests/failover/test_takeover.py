@@ -1,5 +1,6 @@
-"""What a server needs to go on for another: its process gone, its clock, its part in a snapshot."""
+"""What a server needs to go on for another: as the server of its shard, and as the coordinator."""
 
+import copy
 import os
 import random
 import signal
@@ -12,11 +13,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpips.datasets.ledger import EXHAUSTED, Range, SampleAllocator
+from mpips.failover import coordinator_log
+from mpips.failover.coordinator_failover import Settling
+from mpips.failover.coordinator_log import (
+    CoordinatorLog,
+    SurvivingDispatcher,
+    record_fields,
+    take_back,
+)
 from mpips.failover.takeover import ended
-from mpips.kernels.atomics import observe
+from mpips.kernels.atomics import observe, publish
+from mpips.layout.roles import Roles
 from mpips.mpi.process import STARTED, stat_of
 from mpips.ps.consistency import VectorClock
 from mpips.ps.coordinator import Checkpoints
+from mpips.ps.dispatch import AHEAD, TAKEN, BatchQueue, coordinator_fields, worker_fields
 from mpips.snapshot.agreement import Phase, SnapshotAgreement
 from mpips.transport.remote_reads import CLOCK
 
@@ -131,3 +143,206 @@ def test_a_snapshot_is_given_up() -> None:
     server.phase = Phase.HOLD
     server.give_up()
     assert server.phase is Phase.HOLD
+
+
+# A coordinator: what was under way ends, and nothing comes twice --------------------------------
+
+ROLES = Roles((0, 1, 2, 3), (4, 5, 6))
+COORDINATOR = (*coordinator_fields(3), *record_fields())
+WORKERS, SAMPLES, BATCH, EPOCHS = 3, 50, 4, 3
+
+
+class Ranks:
+    """Ranks of one node, which note what they are sent, and their memory."""
+
+    def __init__(self) -> None:
+        self.roles, self.rank, self.nodes = ROLES, 1, 1
+        self.failures = SimpleNamespace(lost={0})
+        self.sent: list[tuple[int, str, Any]] = []
+        fields = {0: COORDINATOR, **dict.fromkeys(ROLES.workers, worker_fields())}
+        self._fields = {
+            rank: {f.name: np.zeros(f.shape, f.dtype) for f in some}
+            for rank, some in fields.items()
+        }
+
+    def like(self, rank: int) -> "Ranks":
+        """Return the same as another rank sees them."""
+        other = copy.copy(self)
+        other.rank = rank
+        return other
+
+    def is_local(self, rank: int) -> bool:
+        return True
+
+    def send(self, dest: int, kind: str, payload: Any = None) -> None:
+        self.sent.append((dest, kind, payload))
+
+    def view(self, rank: int, name: str) -> np.ndarray:
+        return self._fields[rank][name]
+
+
+def test_all_come_to_rest_behind_the_last_snapshot() -> None:
+    """When all have told which was the last; one of them dies meanwhile."""
+    ranks: Any = Ranks()
+    settling = Settling(ranks)
+    for source, begun in ((1, 4), (2, 5)):
+        assert not settling.done()
+        assert settling.handle(source, "settled", begun)
+    for kind in ("files", "applied"):
+        assert settling.handle(3, kind, "an answer to the dead")
+    assert not settling.handle(2, "done", 2)
+    assert not settling.done()
+    ranks.failures.lost.add(3)
+    assert settling.done()
+    assert settling.begun == 5
+
+
+def dispatcher_of(ranks: Any, allocator: SampleAllocator | None = None) -> SurvivingDispatcher:
+    """Return what begins to assign batches, or goes on with what the one before has noted."""
+    record = CoordinatorLog(ranks, 0)
+    if allocator is None:
+        allocator = SampleAllocator(1000, 10, 3, epochs=1)
+        record.save(allocator, {})
+    return SurvivingDispatcher(ranks, ranks, allocator, record=record)
+
+
+def test_the_hand_out_goes_on() -> None:
+    """What is noted and not given is given; who is dead, or has had the last, is given nothing."""
+    ranks: Any = Ranks()
+    dispatcher = dispatcher_of(ranks)
+    feeds = [BatchQueue(ranks.like(4 + worker), ranks, worker) for worker in range(3)]
+    dispatcher.serve()
+    given: list[list[Range]] = [batch_queue.news() for batch_queue in feeds]
+    assert [len(batches) for batches in given] == [AHEAD] * 3
+    dispatcher._next(0)  # noted, and then the coordinator dies
+    dispatcher._put(2, (*EXHAUSTED, 0))
+    for rank in ROLES.workers:
+        publish(ranks.view(rank, "taken"), TAKEN, 1)
+    allocator, _ = CoordinatorLog(ranks, 0).load()
+    assert allocator.issued == 7
+    successor = dispatcher_of(ranks, allocator)
+    successor.go_on([1])
+    successor.serve()
+    assert feeds[0].news() == [(0, 60, 70)]
+    assert feeds[1].news() == feeds[2].news() == []
+    assert feeds[2].exhausted
+    publish(ranks.view(4, "taken"), TAKEN, 2)
+    successor.serve()
+    assert feeds[0].news() == [(0, 70, 80)]
+    assert observe(ranks.view(0, "grants")[0], 0) == AHEAD + 2
+
+
+@pytest.mark.parametrize("came", [0, 1, 2])
+def test_a_remote_worker_goes_on(came: int) -> None:
+    """What was on its way to it comes again, and what it waits for; nothing comes twice."""
+    coordinator: Any = Ranks()
+    worker = coordinator.like(5)
+    coordinator.is_local = lambda rank: rank < 4
+    worker.is_local = lambda rank: False
+    dispatcher = dispatcher_of(coordinator)
+    batch_queue = BatchQueue(worker, coordinator, 1)
+    batch_queue.open()
+    dispatcher.answer(5)  # to the first of its two requests, and then the coordinator dies
+    if came == 2:
+        dispatcher.answer(5)
+    grants = [what for _, kind, what in coordinator.sent if kind == "grant"]
+    for grant in grants[:came]:
+        batch_queue.granted(grant)
+    successor = dispatcher_of(coordinator, CoordinatorLog(coordinator, 0).load()[0])
+    successor.go_on([])
+    batch_queue.follow(1)
+    told = coordinator.sent[-1]
+    assert told[:2] == (1, "asked")
+    coordinator.sent.clear()
+    successor.go_on_remote(5, told[2])
+    for dest, kind, what in coordinator.sent:
+        assert (dest, kind) == (5, "grant")
+        batch_queue.granted(what)
+    assert batch_queue.news() == [(0, 0, 10), (0, 10, 20)]
+    assert list(batch_queue.numbers) == [0, 1]
+    assert batch_queue.take() == 0
+    assert coordinator.sent[-1] == (1, "more", None)
+
+
+class Duty:
+    """A coordinator's dispatch; workers push what they have, or some of it, and die."""
+
+    def __init__(self, seed: int, notes: CoordinatorLog, allocator: SampleAllocator) -> None:
+        self.chance, self.record, self.allocator = random.Random(seed), notes, allocator
+        self.applied: list[Range] = []
+        self.pushes = [0] * WORKERS
+        self.died: set[int] = set()
+
+    def turn(self) -> None:
+        """Do one of the things that a coordinator does."""
+        worker = self.chance.choice(sorted(set(range(WORKERS)) - self.died))
+        open_to = self.allocator.open_to(worker)
+        what = self.chance.random()
+        if self.record.due:
+            self.record.save(self.allocator, {"pushes": list(self.pushes)})
+        if what < 0.02 and len(self.died) < WORKERS - 1:
+            self.died.add(worker)
+            self.record.log_taken_back(worker, self.pushes[worker])
+            take_back(self.allocator, worker, self.pushes[worker])
+        elif what < 0.5 and open_to:
+            self.allocator.applied(worker, open_to[0][0])
+            self.applied.append(open_to[0][0])
+            self.pushes[worker] += 1
+        elif len(open_to) < 3 and self.allocator.next(worker) is not None:
+            self.record.log_assignment(worker)
+
+
+def state_of(allocator: SampleAllocator) -> Any:
+    opened = [allocator.open_to(worker) for worker in range(WORKERS)]
+    chunks = [list(chunk) for chunk in allocator._chunks]
+    return allocator.state(), list(allocator.pending), chunks, opened, allocator.issued
+
+
+@pytest.mark.parametrize("chunk", [1, 5])
+@pytest.mark.parametrize("quota", [None, 12])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_coordinator_dies_at_any_moment(
+    seed: int, chunk: int, quota: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its successor has the same batches in the same order, and so has the next one."""
+    monkeypatch.setattr(coordinator_log, "EVERY", 7)
+    memory: Any = Ranks()
+    allocator = SampleAllocator(SAMPLES, BATCH, WORKERS, None if quota else EPOCHS, quota, chunk)
+    state = {"cursor": [0, 8], "pending": [(0, 0, 4), (0, 4, 8)], "clocks": [5, 0, 0]}
+    allocator.restore(state)
+    duty = Duty(seed, CoordinatorLog(memory, 0), allocator)
+    duty.record.save(duty.allocator, {})
+    for moment in range(300):
+        duty.turn()
+        if moment % 23 == seed:
+            notes = CoordinatorLog(memory, 0)
+            found = notes.load()
+            assert found is not None
+            found[0].catch_up(duty.pushes)
+            assert state_of(found[0]) == state_of(duty.allocator)
+            assert found[0].taken_back == duty.allocator.taken_back
+            duty.allocator, duty.record = found[0], notes
+    assert len(set(duty.applied)) == len(duty.applied) > 10
+    if not quota:
+        everything = EPOCHS * SAMPLES
+        assert duty.allocator.samples_done == sum(end - begin for _, begin, end in duty.applied)
+        assert duty.allocator.samples_done == everything
+
+
+def test_notes_that_nobody_can_go_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where none are saved, a state is too large, or more has been assigned than is kept."""
+    monkeypatch.setattr(coordinator_log, "LOG", 3)
+    memory: Any = Ranks()
+    allocator = SampleAllocator(SAMPLES, BATCH, 1, epochs=10**6)
+    notes = CoordinatorLog(memory, 0)
+    assert notes.load() is None
+    notes.save(allocator, {"stop": "target"})
+    assert CoordinatorLog(memory, 0).load()[1] == {"stop": "target"}  # type: ignore[index]
+    notes.save(allocator, {"lost": "x" * coordinator_log.STATE_BYTES})
+    assert CoordinatorLog(memory, 0).load() is None
+    notes.save(allocator, {})
+    for _ in range(coordinator_log.LOG):
+        notes.log_assignment(0)
+        assert CoordinatorLog(memory, 0).load() is not None
+    notes.log_assignment(0)
+    assert CoordinatorLog(memory, 0).load() is None

@@ -14,6 +14,8 @@ from mpips.kernels.compiled import Kernel
 from mpips.layout.tables import Normal, Ownership, Table, Uniform, Zeros, combine
 from mpips.library.optimizers import SGD, Adagrad
 from mpips.optim.row_rules import make_row_rule
+from mpips.planning.tables import JobTable
+from mpips.tables.capacity import KEY_BYTES, divide
 from mpips.tables.server import evict_old
 from mpips.tables.shard import NodeRows, Reads, TableShard, row_fields, warm
 
@@ -387,3 +389,36 @@ def shared_bytes():
     with open("/proc/self/status") as file:
         (line,) = (line for line in file if line.startswith("RssShmem"))
     return int(line.split()[1]) * 1024
+
+
+# Capacity: how a host's memory is divided among lazy tables ---------------------------------------
+
+LINE = 4 * 8 + KEY_BYTES  # bytes of a row of a lazy table
+
+
+def lazy_table(name, rows):
+    rule = make_row_rule(SGD())
+    return JobTable(name, Table(rows, 8, capacity="lazy"), rule, 0, 10, lambda step: 0.1)
+
+
+@pytest.mark.parametrize(
+    ("room", "small", "large"),
+    [
+        (10_000_000, 500, 50_000),  # there is room for all
+        (1000 * LINE, 250, 250),  # an equal share for each of four
+        (4000 * LINE, 500, 1500),  # what small ones leave is for the large ones
+        (-5, 0, 0),
+    ],
+)
+def test_small_tables_have_all_their_rows_first(room, small, large):
+    tables = [lazy_table("large", 100_000), lazy_table("small", 1000)]
+    found = divide(tables, (0, 1), room, 2, 4)
+    assert found == {(name, k): {"small": small, "large": large}[name] for name, k in found}
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize("most", [1, 767, 768, 769, 100_000, 393_217])
+def test_what_is_reserved_is_what_was_counted(most):
+    each = lazy_table("large", 1_000_000)
+    fields = row_fields(each.owned_by(1), 0, each.rule, "f4", most)
+    assert sum(field.nbytes for field in fields) <= most * LINE + (1 << 15)
