@@ -128,7 +128,7 @@ def test_a_checkpoint_never_holds_the_rows_twice(since: bool, beside: int, tmp_p
     finally:
         tracemalloc.stop()
     assert snapshot.count * 128 > 45 * MB
-    assert peak < 5 * MB
+    assert peak < 10 * MB, "a thread of the runner may allocate meanwhile"
     assert record.size == snapshot.count
     if not since:
         same(list(RowsFile(tmp_path, record, 1, "item").pieces()), expected)
