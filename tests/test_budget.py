@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39446
+TOTAL = 39443
 TESTS = 38300  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 60,
@@ -22,7 +22,7 @@ BUDGET = {
     "datasets": 2642,
     "errors.py": 60,
     "extras.py": 20,
-    "failover": 860,
+    "failover": 857,
     "health": 698,
     "jax": 416,
     "kernels": 1953,
