@@ -37,6 +37,7 @@ def prose(name: str) -> Iterator[str]:
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_plain(name: str) -> None:
     sentences = list(prose(name))
+    assert sentences
     long = [sentence for sentence in sentences if len(sentence.split()) > WORDS_MOST]
     assert not long, f"sentences of more than {WORDS_MOST} words"
     clauses = [sentence for sentence in sentences if CLAUSES.search(sentence)]
@@ -48,13 +49,6 @@ def test_the_grade_of_a_page(name: str) -> None:
     textstat = pytest.importorskip("textstat")
     whole = " ".join(re.sub(r"[^.!?]$", r"\g<0>.", sentence) for sentence in prose(name))
     assert textstat.flesch_kincaid_grade(whole) <= GRADE_MOST
-
-
-def test_sentences_are_found() -> None:
-    found = list(prose("README"))
-    assert len(found) > 15
-    assert CLAUSES.search("This is what is shown.")
-    assert not CLAUSES.search("The server shows it.")
 
 
 GENERATED = ("options", "summary", "errors", "environment")

@@ -17,7 +17,7 @@ from zlib import crc32
 import numpy as np
 import pytest
 from launch import python, run, train
-from runs import ENDLESS, HERE, MODELS, SAVED, Plan, kill_once, newest, summary, thinned
+from runs import ENDLESS, HERE, MODELS, SAVED, Plan, newest, summary, thinned
 from supervised import Supervised, counting_words
 from test_record import HEAD, line_dtype_of, pieces_of
 
@@ -157,41 +157,9 @@ def test_random_runs_are_replayed(seeds: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.long
 @pytest.mark.one_mpi
-def test_what_is_left_of_a_killed_job_is_replayed(tmp_path: Path) -> None:
-    """Up to its last whole piece; then what went on. What differs is named, and what is lost."""
-    out = tmp_path / "out"
-    common = ["--problem", f"{MODELS}:SlowMLP", *RECORDED, "--out", str(out), "--hidden", "24"]
-    kill_once(out, 5, [*common, "--servers", "2", "--epochs", str(ENDLESS)], when="write")
-    step = newest(out).step
-    words = [*common, "--resume", "--epochs", str(step // 45 + 2), "--servers", "1"]
-    train(3, *words, cwd=tmp_path).check()
-    text = assert_replayed(out, 2)
-    assert f"job 2: {newest(out).step - step:,} updates from step {step:,} on, 2 workers" in text
-    until = step + 7
-    told = replayed(out, "--until", str(until), "-o", "state.npz")
-    assert f"update {until} of server 0: push " in told
-    with np.load(tmp_path / "state.npz") as state:
-        assert {"params/w1", "slots/m/w1"} <= set(state)
-    again = ["--init-from", "state.npz", "--eval-only", "--problem", f"{MODELS}:SlowMLP"]
-    train(2, *again, "--hidden", "24", cwd=tmp_path).check()
-    assert "expected an update that is recorded: 1 to " in replayed(out, "--until", "0", codes=(2,))
-    by = r"first difference: update \d+ of server 0, by push \d+ of worker \d+"
-    assert_named(out, {"loss": LOSS, "line": by, "stale": ANY})
-    with changed(out, {file_of(1, 0): (out / file_of(1, 0)).read_bytes()[:-9]}):
-        kept = read(out / file_of(1, 0))
-        if kept is None or len(kept.records) < step:  # no piece behind the checkpoint was written
-            lost = f", expected {step}, of which there is a checkpoint"
-            assert lost in replayed(out, codes=(1,))
-        else:
-            assert "are left out" in replayed(out)
-
-
-@pytest.mark.launch
-@pytest.mark.one_mpi
-def test_records_that_end_before_their_jobs(tmp_path: Path) -> None:
-    """Of a full disk, a record that was removed, and damage; no such run is called equal."""
+def test_records_and_what_is_left_of_them(tmp_path: Path) -> None:
+    """Of a full disk, a record that was removed, a kill, and damage; none is called equal."""
     plan = Plan(tmp_path)
     words = ["--servers", "2", "--hidden", "24", *RECORDED]
     again = [*words, "--problem", f"{MODELS}:RecordedAnewMLP"]
@@ -205,6 +173,7 @@ def test_records_that_end_before_their_jobs(tmp_path: Path) -> None:
     assert newest(full).state["recorded"] == 0
     end, base, step = newest(out).step, read_parts(out)[1].base, newest(full).step
     whole = [(out / file_of(2, server)).read_bytes() for server in range(2)]
+    assert_whole_runs_are_replayed(out, base)
     assert_parts_that_are_not_there_are_missed(out, whole)
     assert_a_server_may_stop(out, whole[1], end)
     assert_ends_are_known(out, whole[1], base)
@@ -217,6 +186,21 @@ def test_records_that_end_before_their_jobs(tmp_path: Path) -> None:
     assert told[1].startswith(f"job 2: {end - base} updates")
     (anew,) = replay(plan.out("removed"))
     assert re.search(f"^job 1: {end - base} updates .* equal bits in .* {end}$", anew)
+
+
+def assert_whole_runs_are_replayed(out: Path, base: int) -> None:
+    """To the end, and up to an update, whose parameters a job begins with; or a value differs."""
+    text = assert_replayed(out, 2)
+    assert f"job 2: {newest(out).step - base:,} updates from step {base:,} on, 2 workers" in text
+    told = replayed(out, "--until", f"{base + 7}", "-o", "state.npz")
+    assert f"update {base + 7} of server 0: push " in told
+    with np.load(out.parent / "state.npz") as state:
+        assert {"params/w1", "slots/m/w1"} <= set(state)
+    again = ["--init-from", "state.npz", "--eval-only", "--hidden", "24"]
+    train(2, *again, cwd=out.parent).check()
+    assert "expected an update that is recorded: 1 to " in replayed(out, "--until", "0", codes=(2,))
+    by = r"first difference: update \d+ of server 0, by push \d+ of worker \d+"
+    assert_named(out, {"loss": LOSS, "line": by, "stale": ANY})
 
 
 def told_before(out: Path, error: str, until: int | None = None) -> list[str]:

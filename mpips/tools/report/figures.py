@@ -42,7 +42,6 @@ NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 SECONDS = ((10_800.0, 3600.0, "hours"), (600.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 LINES = (*COLOURS[1:7], COLOURS[0])
 OTHERS = COLOURS[7]
-READ = 8  # rows of a table in the alternative text of a figure
 DASHES = ("-", "-", "-", "-", (0, (4, 1.5)), (0, (4, 1.5)), (0, (1, 1)))
 
 
@@ -107,17 +106,6 @@ class Figure:
     note: str = ""
     keyed: bool = False
     against: str = ""
-
-    @property
-    def alt(self) -> str:
-        """Alternative text for screen readers: the title, and the first rows of the table."""
-        rows = (
-            ", ".join(
-                f"{head} {shown(cell)}" for head, cell in zip(self.table.heads, row, strict=True)
-            )
-            for row in self.table.rows[:READ]
-        )
-        return f"{self.title}. {'; '.join(rows)}"
 
 
 def shown(value: Any) -> str:
