@@ -120,7 +120,7 @@ class Replay:
 
     def __init__(self, setting: Setting, saved: Mapping[int, Checkpoint]) -> None:
         part = setting.part
-        self._part, self._records, self._saved = part, part.records, saved
+        self._part, self._saved = part, saved
         ranks = part.about["workers"]
         self.job = setting.job(ranks[0])
         memory = make_memory(self.job)
@@ -134,6 +134,8 @@ class Replay:
         self._read = dict.fromkeys(self.servers, 0)  # reads of the server's current version
         self.compared: dict[int, int] = {}
         self._has_read_rows = False
+        self._until: int | None = None
+        self._state: State = {}
         self._clocks_before = self.job.allocator().before
         for number, worker in enumerate(self._workers):
             if worker.done:
@@ -164,37 +166,38 @@ class Replay:
 
         Blocks: for the sum of the workers' computing times.
         """
-        state: State = {}
+        self._until = until
         with self._cleanup:
             for k in self.servers:
-                self._reached(k, until, state)
-            while len(state) < len(self.servers):
+                self._reached(k)
+            while len(self._state) < len(self.servers):
                 moved = [self._advance_worker(w) for w in range(len(self._workers))]
-                moved.append(self._advance_round(until, state))
-                moved += [self._advance_server(k, until, state) for k in self.servers]
+                moved.append(self._advance_round())
+                moved += [self._apply_next(k) for k in self.servers]
                 if not any(moved):
                     break
-        self._check_end(state, until)
-        if until is not None and len(state) < len(self.servers):
+        self._check_end()
+        if until is not None and len(self._state) < len(self.servers):
             reached = min(store.version for store in self.servers.values())
             remedy = f"records behind it are lost: use --until {reached}"
             raise UserError(f"--until {until}", "an update that all servers come to", remedy)
-        return state or {k: [store.params, *store.slots] for k, store in self.servers.items()}
+        return self._state or {k: [s.params, *s.slots] for k, s in self.servers.items()}
 
     @property
     def left(self) -> dict[int, int]:
         """Number of each server's records not replayed, since records that they need are lost."""
-        return {k: len(self._records[k]) - self._pushes(k) for k in self.servers}
+        return {k: len(self._part.records[k]) - self._pushes(k) for k in self.servers}
 
     def _pushes(self, k: int) -> int:
         """Return the number of pushes that a server has applied."""
         return sum(self._applied[k])
 
-    def _check_end(self, state: State, until: int | None) -> None:
+    def _check_end(self) -> None:
         complete = sum(self._order.complete)  # if records are lost, later pushes may lack others
-        left = any(self.left.values()) and all(len(self._records[k]) == complete for k in self.left)
+        records = self._part.records
+        left = any(self.left.values()) and all(len(records[k]) == complete for k in self.left)
         beyond = any(self.compared.get(step) != len(self.servers) for step in self._saved)
-        if not state and (left or (beyond and until is None)):
+        if not self._state and (left or (beyond and self._until is None)):
             got = f"{self._part.folder}: no recorded push can be applied next"
             raise damaged(got, "the order of a run")
 
@@ -234,7 +237,7 @@ class Replay:
                 for packer in worker.maker.packers.values():
                     compare.own(self.job, number, packer, saved)
 
-    def _advance_round(self, until: int | None, state: State) -> bool:
+    def _advance_round(self) -> bool:
         """Make the update of a round if the job has rounds; returns whether it was made."""
         return False
 
@@ -264,21 +267,14 @@ class Replay:
             self._rows.drop(number)
         return made
 
-    def _advance_server(self, k: int, until: int | None, state: State) -> bool:
-        moved = False
-        while self._apply_next(k):
-            moved = True
-            self._reached(k, until, state)
-        return moved
-
     def _apply_next(self, k: int) -> bool:
         """Apply a server's next push if possible; returns whether it was applied."""
         store, at = self.servers[k], self._pushes(k)
-        if at == len(self._records[k]) or self._read[k] < self._order.readers[k][at]:
+        if at == len(self._part.records[k]) or self._read[k] < self._order.readers[k][at]:
             return False
         if self._rows.waits_at(k, self._part.base + at):
             return False
-        record = self._records[k][at]
+        record = self._part.records[k][at]
         number, stale = int(record["worker"]), int(record["stale"])
         worker, seq = self._workers[number], self._applied[k][number] + 1
         made = worker.made.get(seq)
@@ -292,10 +288,11 @@ class Replay:
         what = f"push {seq} of worker {number} ({batch_text(made.batch)})"
         args = push, self._part.base + at + 1, int(record["line"]), what, self._part.in_rounds
         compare.line(self.job.layout, k, store, *args)
+        self._reached(k)
         return True
 
-    def _reached(self, k: int, until: int | None, state: State) -> None:
-        """Compare a server with a checkpoint of its version; copy its state at version `until`."""
+    def _reached(self, k: int) -> None:
+        """Compare a server with a checkpoint of its version; copy its state at the last one."""
         store = self.servers[k]
         saved = self._saved.get(store.version)
         if saved is not None:
@@ -303,8 +300,8 @@ class Replay:
             if store.rows is not None:
                 compare.rows(k, store.rows, saved)
             self.compared[store.version] = self.compared.get(store.version, 0) + 1
-        if store.version == until:
-            state[k] = [array.copy() for array in (store.params, *store.slots)]
+        if store.version == self._until:
+            self._state[k] = [array.copy() for array in (store.params, *store.slots)]
 
 
 def batch_text(batch: Range) -> str:

@@ -19,7 +19,7 @@ from mpips.planning.tables import tables_of
 from mpips.rounds.base import ShardUpdate, Transfers
 from mpips.tables.server import evict_old
 from mpips.tools.replay import compare
-from mpips.tools.replay.machine import Replay, State, Worker, batch_text
+from mpips.tools.replay.machine import Replay, Worker, batch_text
 from mpips.tools.replay.order import RoundOrder
 from mpips.tools.replay.parts import MadePush, Setting
 from mpips.tools.replay.record import Part
@@ -88,7 +88,7 @@ class RoundReplay(Replay):
         worker.frozen = made.computed.frozen
         self._made[number] = made
 
-    def _advance_round(self, until: int | None, state: State) -> bool:
+    def _advance_round(self) -> bool:
         """Make the update of the round if all workers have pushed, and servers may continue."""
         step = next(iter(self.servers.values())).version
         stops = step in self._saved or step in self._evictions
@@ -97,9 +97,9 @@ class RoundReplay(Replay):
         self._update(step + 1)
         self._end_round(step + 1)
         for k, store in self.servers.items():
-            self._reached(k, until, state)
-            if step + 1 == until:  # no matter which pushes of rows the server has applied
-                state[k] = [array.copy() for array in (store.params, *store.slots)]
+            self._reached(k)
+            if step + 1 == self._until:  # no matter which pushes of rows the server has applied
+                self._state[k] = [array.copy() for array in (store.params, *store.slots)]
         return True
 
     def _update(self, step: int) -> None:
@@ -150,14 +150,14 @@ class RoundReplay(Replay):
         """Return the number of pushes that a server has applied beyond the finished rounds."""
         return self._pushes(k) - self._count * (self.servers[k].version - self._part.base)
 
-    def _reached(self, k: int, until: int | None, state: State) -> None:
+    def _reached(self, k: int) -> None:
         if self._beyond(k):
             return
         store = self.servers[k]
         if store.version in self._evictions:
             assert store.rows is not None, "a job in mode hybrid has tables"
             evict_old(store.rows.tables, self._evictions[store.version])
-        super()._reached(k, until, state)
+        super()._reached(k)
 
     def _apply(self, k: int, push: Push, at: int) -> None:
         rows = self.servers[k].rows
