@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 from collections.abc import Generator, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,19 +131,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what wants a GPU where there is none; put what takes longest first."""
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if on_gpu and not _gpu():
+    if on_gpu and not import_module("torch").cuda.is_available():
         config.hook.pytest_deselected(items=on_gpu)
         items[:] = [item for item in items if item not in on_gpu]
     starts_jobs = {item.path for item in items if item.get_closest_marker("launch")}
     rank = {path: k for k, path in enumerate(LONGEST)}
     items.sort(key=lambda i: (rank.get(i.path, len(rank)), i.path not in starts_jobs))
-
-
-def _gpu() -> bool:
-    """Whether PyTorch finds a GPU, asked where tests of it were collected alone."""
-    import torch
-
-    return bool(torch.cuda.is_available())
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

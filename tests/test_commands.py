@@ -1,6 +1,8 @@
-"""The commands of mpips: their list, the console script, the job files that come along."""
+"""The commands of mpips: their list, the console script, job files that come along, lines."""
 
+import os
 import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from mpips.__main__ import COMMANDS
 from mpips.config import jobfile
 from mpips.config.jobfile import read_toml, resolve
 from mpips.config.option import HELP_WIDTH
+from mpips.errors import complain, write_line
 
 SCRIPT = "import sys\nfrom mpips.__main__ import script\nsys.exit(script())\n"  # as pip writes it
 
@@ -137,3 +140,33 @@ def test_jobs_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert {path.name for path in Path("jobs").iterdir()} == there - {"__pycache__"}
     for path in Path("jobs").glob("*.toml"):
         assert resolve({}, read_toml(path)) == resolve({}, read_toml(path.stem))
+
+
+# What a rank prints: whole lines, whatever else is printed on the same terminal.
+
+LINES = 200
+PROGRAM = f"""
+from mpips.errors import complain, write_line
+for _ in range({LINES}):
+    complain("a cause")
+    write_line("step 1")
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["1", ""])
+def test_lines_of_several_processes_are_whole(unbuffered: str) -> None:
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    reading, writing = os.pipe()
+    words = [sys.executable, "-c", PROGRAM]
+    ranks = [subprocess.Popen(words, stdout=writing, stderr=writing, env=env) for _ in range(2)]
+    os.close(writing)
+    with open(reading, encoding="utf-8") as pipe:
+        lines = pipe.read().splitlines()
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    assert sorted(lines) == ["mpips: a cause"] * 2 * LINES + ["step 1"] * 2 * LINES
+
+
+def test_where_lines_go(capsys: pytest.CaptureFixture[str]) -> None:
+    write_line("a line\nand its second")
+    complain(ValueError("a cause"))
+    assert capsys.readouterr() == ("a line\nand its second\n", "mpips: a cause\n")

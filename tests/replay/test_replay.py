@@ -343,11 +343,13 @@ def test_hybrid_runs_are_replayed(tmp_path: Path) -> None:
 @pytest.mark.other_mpi
 def test_runs_with_tables_are_replayed(tmp_path: Path) -> None:
     """Of long rows, on other ranks and nodes each; a read of rows at another time is named."""
-    plan = Plan(tmp_path)
-    words = "--problem factorization_machine --factors 1200 --node-size 2 --clip 0.5".split()
-    words += [*sparse_samples(tmp_path), "--accumulate", "2"]
-    plan.add("run", 3, [*words, *"--mode ssp --epochs 1 --servers 1".split()])
-    plan.add("run", 4, [*words, *"--codec int8 --epochs 2 --servers 2 --resume".split()])
+    plan, sparse = Plan(tmp_path), sparse_samples(tmp_path)
+    words = "--problem factorization_machine --factors 1200 --node-size 2 --clip 0.5 --accumulate 2"
+    for ranks, more in (
+        (3, "--mode ssp --epochs 1 --servers 1"),
+        (4, "--codec int8 --epochs 2 --servers 2 --resume"),
+    ):
+        plan.add("run", ranks, [*words.split(), *sparse, *more.split()])
     plan.run(200)
     out = plan.out("run")
     assert "2 servers: equal bits" in assert_replayed(out, 2)

@@ -224,14 +224,9 @@ def wait_for(job: Running, ready: Callable[[], bool], timeout_s: float = 90) -> 
         time.sleep(0.005)
 
 
-def wait_until_started(job: Running, out: Path, starts: int) -> None:
-    """Wait until the run in `out` has begun to train `starts` times, this one included."""
-    wait_for(job, lambda: starts_of(out) >= starts)
-
-
 def wait_until_training(job: Running, out: Path, starts: int) -> None:
     """Wait until the start number `starts` of the run in `out` has led to some steps."""
-    wait_until_started(job, out, starts)
+    wait_for(job, lambda: starts_of(out) >= starts)
     path = out / "metrics.jsonl"
     wait_for(job, lambda: '"kind": "train"' in path.read_text().rpartition('"kind": "start"')[2])
 
@@ -254,7 +249,7 @@ def kill_once(out: Path, ranks: int, options: Sequence[str], when: str) -> bool:
     starts, before = starts_of(out) + 1, set(list_checkpoints(out))
     with Running(ranks, ["-m", "mpips.train", *options], out.parent) as job:
         if when != "start":
-            wait_until_started(job, out, starts)
+            wait_for(job, lambda: starts_of(out) >= starts)
         if when == "write":
             wait_for(job, lambda: any(map(is_whole, set(list_checkpoints(out)) - before)))
             wait_for(job, lambda: bool(open_folders(out) - before))
