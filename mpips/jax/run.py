@@ -17,6 +17,7 @@ from mpips.jax.trees import (
     Gradient,
     Leaves,
     PyTree,
+    arrays,
     evaluation,
     loss_alone,
     value_and_grad,
@@ -88,12 +89,12 @@ def run(
         samples = data() if callable(data) else data
         size = options.get("batch_size", OPTIONS["batch_size"].default)
         with contextlib.suppress(UserError):  # `batches` raises it again, on all ranks alike
-            _compile(like.arrays(), Samples(samples), size, gradient, means)
+            _compile(arrays(params), Samples(samples), size, gradient, means)
         for batch in worker.batches(samples):
             worker.step(gradient, batch)
 
     result = library.run(
-        train, like.arrays(), optimizer, evaluate=means, held_out=held_out, **options
+        train, arrays(params), optimizer, evaluate=means, held_out=held_out, **options
     )
     return Result(**{**vars(result), "params": like.tree(result.params)})
 

@@ -119,7 +119,14 @@ def arrays(params: PyTree) -> dict[str, np.ndarray]:
     Raises:
         UserError: If a leaf does not have floating-point numbers.
     """
-    return Leaves(params).arrays()
+    like = Leaves(params)
+    each = zip(like.names, jax.tree.leaves(params), like.dtypes, strict=True)
+    by_name = {
+        name: np.asarray(leaf).astype(np.promote_types(dtype, np.float32), copy=False)
+        for name, leaf, dtype in each
+    }
+    # Leaves of whole cache lines come first, so that XLA shares them.
+    return dict(sorted(by_name.items(), key=lambda item: item[1].size % WHOLE > 0))
 
 
 def tree(arrays: Arrays, like: PyTree) -> PyTree:
@@ -136,35 +143,28 @@ def tree(arrays: Arrays, like: PyTree) -> PyTree:
 
 
 class Leaves:
-    """The leaves of a pytree as named arrays, and their conversion back to a pytree.
+    """Names and dtypes of the leaves of a pytree, and the conversion of arrays to such a pytree.
 
     Attributes:
         names: Names of all leaves, in JAX's order.
+        dtypes: Their dtypes.
     """
 
     def __init__(self, params: PyTree) -> None:
         leaves, self._structure = jax.tree_util.tree_flatten_with_path(params)
         self.names = ["/".join(map(_word, path)) or "params" for path, _ in leaves]
-        self._leaves = [np.asarray(leaf) for _, leaf in leaves]
-        for k, (name, leaf) in enumerate(zip(self.names, self._leaves, strict=True)):
-            if not jnp.issubdtype(leaf.dtype, jnp.floating):
-                got = f"params[{name!r}] of dtype {leaf.dtype}"
+        given = [np.asarray(leaf).dtype for _, leaf in leaves]
+        for k, (name, dtype) in enumerate(zip(self.names, given, strict=True)):
+            if not jnp.issubdtype(dtype, jnp.floating):
+                got = f"params[{name!r}] of dtype {dtype}"
                 raise UserError(got, "floating-point numbers", "keep what is not trained elsewhere")
             if name in self.names[:k]:
                 raise UserError(f"two leaves called {name!r}", "names that differ")
-        self._dtypes = [jax.dtypes.canonicalize_dtype(leaf.dtype) for leaf in self._leaves]
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Return the leaves by name, leaves of whole cache lines first, so that XLA shares them."""
-        by_name = {
-            name: leaf.astype(np.promote_types(dtype, np.float32), copy=False)
-            for name, leaf, dtype in zip(self.names, self._leaves, self._dtypes, strict=True)
-        }
-        return dict(sorted(by_name.items(), key=lambda item: item[1].size % WHOLE > 0))
+        self.dtypes = [jax.dtypes.canonicalize_dtype(dtype) for dtype in given]
 
     def build(self, leaves: list[Any]) -> PyTree:
         """Return a pytree of leaves, each in the dtype of the given one."""
-        typed = [leaf.astype(dtype) for leaf, dtype in zip(leaves, self._dtypes, strict=True)]
+        typed = [leaf.astype(dtype) for leaf, dtype in zip(leaves, self.dtypes, strict=True)]
         return jax.tree_util.tree_unflatten(self._structure, typed)
 
     def tree(self, named: Arrays) -> PyTree:
@@ -230,10 +230,9 @@ class LossProblem(Problem):
         self._make = beside["init"]
         params = self._make(np.random.default_rng(config.seed), data)
         self.layout = Layout.of({name: array.shape for name, array in arrays(params).items()})
-        like = jax.tree.map(_without_memory, params)
-        self._gradient = value_and_grad(loss, like)
+        self._gradient = value_and_grad(loss, params)
         means = beside.get("evaluate") or functools.partial(loss_alone, loss)
-        self._evaluate = evaluation(means, like)
+        self._evaluate = evaluation(means, params)
         self._rest = data.n_train % config.batch_size  # samples of an epoch's last batch
         self._try(loss, params)
 
@@ -266,8 +265,3 @@ class LossProblem(Problem):
         x = np.zeros((TRIED, *data.x_shape), dtype)
         y = np.zeros((TRIED, *data.y_shape), dtype if data.classes is None else np.int64)
         checked_loss(jax.eval_shape(loss, params, x, y))
-
-
-def _without_memory(leaf: Any) -> np.ndarray:
-    """Return an array of the same shape and dtype as a leaf, without memory for its elements."""
-    return np.broadcast_to(np.zeros((), np.asarray(leaf).dtype), np.shape(leaf))

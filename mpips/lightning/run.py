@@ -4,8 +4,8 @@ Environment:
     PL_GLOBAL_SEED: Seed of the run, which ``lightning.seed_everything`` sets.
 """
 
-import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -45,19 +45,13 @@ class LightningProgram(TorchProgram):
         first = as_made(optimizer)
         with torch.random.fork_rng(devices=[]):
             super().__init__(_loop, lambda: module, lambda params: first, options, optimizer_state)
-        self.name = f"{_file_of(type(module))}:{type(module).__name__}"
+        kind = type(module)  # of no file, if it was typed into an interpreter
+        file = getattr(sys.modules.get(kind.__module__), "__file__", None) or "program.py"
+        self.name = f"{Path(file).with_suffix('.py').name}:{kind.__name__}"
 
 
 def _loop(worker: Worker) -> None:
     raise AssertionError("Lightning's loop drives the run")
-
-
-def _file_of(kind: type) -> str:
-    try:
-        name = Path(inspect.getfile(kind)).name
-    except (OSError, TypeError):  # a class that was typed into an interpreter
-        return "program.py"
-    return name if name.endswith(".py") else "program.py"
 
 
 class Fit:

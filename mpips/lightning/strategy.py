@@ -221,19 +221,16 @@ class Launcher(_Launcher):
         self, function: Callable[..., Any], *args: Any, trainer: Trainer, **kwargs: Any
     ) -> Any:
         """Call Lightning's function and return its result; on a server, that of worker 0."""
-        with metrics_shared(trainer.lightning_module, self._strategy):
-            return self._launch(lambda: function(*args, **kwargs), trainer)
-
-    def _launch(self, function: Callable[[], Any], trainer: Trainer) -> Any:
-        if trainer.state.fn == TrainerFn.FITTING:
-            return self._strategy.fit(function, trainer)
         ranks, outcome = self._strategy.ranks, None
-        if ranks.works:
-            try:
-                outcome = function()
-            except BaseException as error:
-                if ranks.cluster.world > 1:  # the other ranks wait for this one
-                    abort.abort(abort.raised(error), abort.code_of(error))
-                raise
+        with metrics_shared(trainer.lightning_module, self._strategy):
+            if trainer.state.fn == TrainerFn.FITTING:
+                return self._strategy.fit(lambda: function(*args, **kwargs), trainer)
+            if ranks.works:
+                try:
+                    outcome = function(*args, **kwargs)
+                except BaseException as error:
+                    if ranks.cluster.world > 1:  # the other ranks wait for this one
+                        abort.abort(abort.raised(error), abort.code_of(error))
+                    raise
         shared = ranks.share(outcome if trainer.state.fn != TrainerFn.PREDICTING else None)
         return outcome if ranks.works else shared

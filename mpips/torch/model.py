@@ -76,11 +76,11 @@ def trained_parameters(
     train it later.
     """
     patterns = [group.pattern for group in groups if group.lr]
-
-    def may_train(name: str, parameter: torch.nn.Parameter) -> bool:
-        return parameter.requires_grad or any(fnmatchcase(name, p) for p in patterns)
-
-    return {name: p for name, p in model.named_parameters() if may_train(name, p)}
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad or any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
 
 
 def for_numpy(tensor: torch.Tensor) -> torch.Tensor:

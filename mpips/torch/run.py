@@ -219,7 +219,16 @@ class TorchProgram(Program):
 
     def finish(self, start: Start) -> None:
         """Compute the means of the workers' buffers. Collective: yes."""
-        self._buffers = _mean_buffers(start, self.model)
+        mine, means = None, dict[str, np.ndarray]()
+        if start.works:
+            buffers = self.model.named_buffers()
+            mine = {n: for_numpy(b).numpy() for n, b in buffers if b.is_floating_point()}
+        if start.trains:
+            of_workers = [arrays for arrays in start.ranks.gather(mine) or () if arrays is not None]
+            for name in of_workers[0] if of_workers else ():
+                means[name] = np.asarray(np.mean([arrays[name] for arrays in of_workers], axis=0))
+            means = start.ranks.share(means, start.ranks.roles.coordinator)
+        self._buffers = start.share(means)
 
     def samples(self, data: Any) -> TorchSamples:
         """See `Program.samples`."""
@@ -274,24 +283,3 @@ def _make(
     except Exception as error:
         got = f"model={getattr(model, '__name__', model)} raised {type(error).__name__}: {error}"
         raise UserError(got, "a module, on every rank") from error
-
-
-def _mean_buffers(start: Start, module: torch.nn.Module) -> dict[str, np.ndarray]:
-    """Return the means of the workers' buffers, on every rank. Collective: yes."""
-    ranks, buffers = start.ranks, None
-    if start.trains:
-        buffers = ranks.gather(_floating_buffers(module) if start.works else None)
-    of_workers = [arrays for arrays in buffers or () if arrays is not None]
-    means = {
-        name: np.asarray(np.mean([arrays[name] for arrays in of_workers], axis=0))
-        for name in (of_workers[0] if of_workers else ())
-    }
-    return start.share(ranks.share(means, ranks.roles.coordinator) if start.trains else means)
-
-
-def _floating_buffers(module: torch.nn.Module) -> dict[str, np.ndarray]:
-    return {
-        name: for_numpy(buffer).numpy().copy()
-        for name, buffer in module.named_buffers()
-        if buffer.is_floating_point()
-    }
