@@ -52,6 +52,7 @@ def test_a_loss_is_a_problem_of_the_command_line(tmp_path: Path) -> None:
 
 
 def test_leaves_are_named_by_their_paths() -> None:
+    """Those of whole cache lines come first."""
     arrays = mj.arrays(TREE)
     assert list(arrays) == ["half", "layers/1", "layers/0/b", "layers/0/w", "scale"]
     assert {array.dtype for array in arrays.values()} == {np.dtype("f4")}
@@ -146,13 +147,6 @@ def test_parameters_change_only_when_all_is_computed() -> None:
         np.testing.assert_allclose(out["params"], grad, rtol=1e-3, atol=1e-7)
 
 
-def test_leaves_that_keep_lines_whole_come_first() -> None:
-    tree = {"a": np.ones(10), "b": np.ones((16, 3)), "c": np.ones(7), "d": np.ones(32)}
-    assert list(mj.arrays(tree)) == ["b", "d", "a", "c"]
-    found = views(aligned_zeros(97, np.dtype("f4")), tree)
-    assert [found[name].ctypes.data % 64 for name in "bda"] == [0, 0, 0]
-
-
 def test_evaluation_gives_numbers() -> None:
     params, batch = {"params": np.ones(2, "f4")}, Batch(np.ones(2, "f4"), None, np.arange(2))
     metrics = mj.evaluation(lambda params, x: {"loss": (params * x).sum()}, np.zeros(2))
@@ -194,18 +188,17 @@ REFUSED = {
     "traced": r"losses.py:traced raised ConcretizationTypeError: .*expected init.*see line 39 of",
     "two": r"two raised TypeError: .*, expected init.* that JAX traces for x of \(n, 5\), or a",
     "lost": r"no class 'lost' in",
+    "loss": "loss' with the sparse samples of dataset 'made'",
 }
 
 
 def test_what_is_no_loss() -> None:
     for name, told in REFUSED.items():
         with pytest.raises(UserError, match=told):
-            make(name)
+            make(name, sparse=name == "loss")
 
 
-def test_a_loss_with_other_data_or_alone(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="loss' with the sparse samples of dataset 'made'"):
-        make("loss", sparse=True)
+def test_a_loss_of_real_targets_and_nothing_else(tmp_path: Path) -> None:
     text = "def init(rng, data): return 0.5\ndef loss(params, x, y): return params * 2\n"
     (tmp_path / "small.py").write_text(text)
     data = DataInfo("made", 10, 0, (5,), (), None, "made.npz")

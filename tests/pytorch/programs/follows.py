@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
@@ -58,8 +59,6 @@ class Case(NamedTuple):
     options: dict[str, Any]
     groups: tuple[mpips.Group, ...] = ()
     parts: int = 1  # runs that it is made of
-    local: int = 1  # steps of an update
-    factors: tuple[float, ...] = ()  # of the workers' rates, of which an update takes the mean
     begun: bool = False  # by plain torch, which has made steps before
 
 
@@ -70,7 +69,6 @@ SYNC: dict[str, Any] = {"mode": "sync"}
 SSP: dict[str, Any] = {"mode": "ssp", "servers": 2, "staleness_bound": 0}
 LOCAL: dict[str, Any] = {"mode": "local_sgd", "local_steps": 4}
 KEPT = {**LOCAL, "local_slots": "keep"}
-HALF = ("half on worker 1", (1, 0.5, 1))
 EQUAL = {
     "sync": Case("adamw", "warm", SYNC, parts=2),
     "nodes": Case("adamw", "warm", {**SYNC, "node_size": 1}, LATER, 3),
@@ -82,12 +80,12 @@ EQUAL = {
     "local": Case("sgd", "warm", {**LOCAL, "local_steps": 1}, LATER),
     "begun": Case("amsgrad", "warm", {**SYNC, "node_size": 2, "servers": 1}, SPLIT, 2, begun=True),
     "begun, a worker": Case("adamw", "steps", SSP, parts=2, begun=True),
-    "differ": Case("sgd", HALF[0], SYNC, SPLIT, factors=HALF[1]),
-    "differ on nodes": Case("adamw", HALF[0], {**SYNC, "node_size": 1}, SPLIT, factors=HALF[1]),
+    "differ": Case("sgd", "half on worker 1", SYNC, SPLIT),
+    "differ on nodes": Case("adamw", "half on worker 1", {**SYNC, "node_size": 1}, SPLIT),
 }
 ALONE = {
-    "local": Case("adamw", "constant", LOCAL, parts=3, local=4),
-    "kept": Case("adamw", "constant", KEPT, parts=2, local=4, begun=True),
+    "local": Case("adamw", "constant", LOCAL, parts=3),
+    "kept": Case("adamw", "constant", KEPT, parts=2, begun=True),
 }
 CARRIED = {"mode": "async", "node_size": 2, "node_aggregation": True, "server_ranks": (2,)}
 STILL: dict[str, tuple[dict[str, Any], tuple[mpips.Group, ...]]] = {
@@ -139,10 +137,11 @@ def ours(
             opt.step()
         assert len(rates) == len(mine) - before
 
+    steps = STEPS * part // case.parts // case.options.get("local_steps", 1)
     return mt.run(
-        train, model, RULES[case.rule][0], optimizer_state=state,
-        steps=STEPS * part // case.parts // case.local, out=out, resume="auto", comm=comm,
-        quiet=True, eval_every=0, groups=list(case.groups), **case.options,
+        train, model, RULES[case.rule][0], optimizer_state=state, steps=steps, out=out,
+        resume="auto", comm=comm, quiet=True, eval_every=0, groups=list(case.groups),
+        **case.options,
     )  # fmt: skip
 
 
@@ -173,11 +172,9 @@ def plain(case: Case, *batches: list[Any]) -> tuple[nn.Module, torch.optim.Optim
         step(*DATA.tensors)
     for k, of_step in enumerate(zip(*batches, strict=True)):
         freeze(model, k)
-        rate = SCHEDULES[case.schedule](k, 0)
-        if case.factors:
-            sizes = [len(x) for x, _ in of_step]
-            pairs = zip(case.factors, sizes, strict=True)
-            rate = sum(factor * n for factor, n in pairs) / sum(sizes)
+        sizes = [len(x) for x, _ in of_step]
+        rates = [SCHEDULES[case.schedule](k, worker) for worker in range(len(sizes))]
+        rate = float(np.average(rates, weights=sizes))
         for group in opt.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * rate
         step(*(torch.cat(part) for part in zip(*of_step, strict=True)))
