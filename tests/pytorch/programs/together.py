@@ -41,7 +41,9 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def net() -> nn.Module:
-    return nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+    model.register_buffer("own", torch.zeros(()))
+    return model
 
 
 def learn(worker: mt.Worker, size: int, **given: Any) -> None:
@@ -90,12 +92,14 @@ def tensors(out: Path) -> None:
         check_tensors(worker)
         learn(worker, 32, epochs=2)
         check_tensors(worker)
+        worker.model.own.fill_(worker.id)
         worker.save(worker.model.state_dict(), "last.pt")
         worker.print(f"accuracy {accuracy(worker):.2f} of all workers")
 
     for mode in ("async", "sync"):
         given = {"mode": mode, "out": out / mode, "quiet": True, "eval_every": 0}
         result = mt.run(train, net, mpips.Adam(3e-3), **given)
+        assert result.state_dict["own"] == (1 if mode == "sync" else 0.5), "the workers' mean"
         saved = torch.load(out / mode / "last.pt", weights_only=True)
         assert all(torch.equal(saved[name], result.state_dict[name]) for name in result.params)
         assert saved["1.weight"].untyped_storage().nbytes() == 4 * saved["1.weight"].numel()
