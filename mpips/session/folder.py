@@ -156,7 +156,10 @@ def find_run(line: CommandLine) -> Run:
     if exists and not config.eval_only:
         claim(out)
     if exists and (config.resume != "auto" or _has_begun(out)):
-        return _continue(config, out, {**line.job_values(), **line.options})
+        remedy = "bring back what is missing, or remove the folder and start again"
+        found, notes = need_whole(out, remedy=remedy)
+        notes += _edited(out, found, {**line.job_values(), **line.options})
+        return Run(config, out, found.path, True, notes)
     if config.resume == "yes":
         raise UserError(f"--resume finds no run in {out}", "a run's folder", "use --resume auto")
     checkpoint, notes = _start_checkpoint(config)
@@ -342,12 +345,6 @@ def _fresh(out: Path) -> Path:
             continue
         return free
     raise UserError(f"{out} and 9999 like it are in use", "a new folder", "give --out")
-
-
-def _continue(config: Config, out: Path, given: Collection[str]) -> Run:
-    remedy = "bring back what is missing, or remove the folder and start again"
-    found, notes = need_whole(out, remedy=remedy)
-    return Run(config, out, found.path, True, notes + _edited(out, found, given))
 
 
 def _edited(out: Path, checkpoint: Checkpoint, given: Collection[str]) -> list[str]:

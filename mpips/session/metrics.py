@@ -345,17 +345,11 @@ class Log:
         shown = self._progress.show(time.perf_counter() - self._start, step, words, last)
         self._shown = (accuracy if shown else math.nan,)  # NaN differs from every accuracy
 
-    def say(self, text: str) -> None:
-        """Print `text`, unless quiet or not the coordinator."""
-        if self._file is not None and not self._quiet:
+    def say(self, text: str | None) -> None:
+        """Print `text`, if there is one, unless quiet or not the coordinator."""
+        if text is not None and self._file is not None and not self._quiet:
             self._progress.end_bar()
             write_line(text)
-
-
-def hear_final(log: Log, step: int, epoch: float, means: Mapping[str, float]) -> None:
-    """Record the evaluation of the final parameters, unless that step has one."""
-    if log.last_eval.get("step") != step:
-        log.heard("eval", {"step": step, **means, "epoch": round(epoch, 4)})
 
 
 def staleness_summary(histogram: Sequence[int], total: int, largest: int) -> dict[str, Any]:

@@ -8,10 +8,11 @@ learn the duration on the slowest rank, so they stop after the same transfer.
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from mpips.codecs import AUTO, Codec, MessageId, buffer_for, codec_for, make_codec
+from mpips.codecs import Codec, MessageId, buffer_for, codec_for, make_codec
 from mpips.config import Config
 from mpips.mpi.collectives import begin_maximum, begin_sum
 from mpips.mpi.start import TAG_PROBE, Request
@@ -62,14 +63,12 @@ def choose_codecs(job: Job) -> Choice:
 
 def possible(config: Config) -> tuple[list[Codec | None], list[Codec | None]]:
     """Return the possible codecs of pushes and of pulls, in order of increasing error."""
-    if config.codec == AUTO:
-        pushes = [make_codec(name) for name in choice.names(config.codec)]
-    else:
-        pushes = [push_codec(config)]
-    if config.pull_codec == AUTO:
-        packable = choice.packable_pulls(config)
-        return pushes, [make_codec(name) for name in choice.names(config.pull_codec, packable)]
-    return pushes, [pull_codec(config)]
+    pushes = choice.names(config.codec)
+    pulls = choice.names(config.pull_codec, choice.packable_pulls(config))
+    return (
+        [push_codec(replace(config, codec=name)) for name in pushes],
+        [pull_codec(replace(config, pull_codec=name)) for name in pulls],
+    )
 
 
 # Links -----------------------------------------------------------------------------------------

@@ -252,11 +252,10 @@ def _sum(parts: list[dict[str, Any]], name: str) -> Any:
 
 
 def _nodes(ranks: Cluster) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = [{"host": "", "ranks": []} for _ in range(ranks.nodes)]
+    members: list[list[int]] = [[] for _ in range(ranks.nodes)]
     for rank, node in enumerate(ranks.node_of):
-        found[node]["host"] = ranks.hosts[rank]
-        found[node]["ranks"].append(rank)
-    return found
+        members[node].append(rank)
+    return [{"host": ranks.hosts[on_node[-1]], "ranks": on_node} for on_node in members]
 
 
 def _where(job: Job, reason: str, unsaved: str | None) -> str:

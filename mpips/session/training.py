@@ -290,8 +290,8 @@ def _gather(
     # With an average, these metrics are of other parameters.
     if job.evaluations is not None and not job.config.eval_ema:
         job.evaluations.add_last(outcome.step, outcome.epochs, means)
-    elif means and is_new:
-        metrics.hear_final(log, outcome.step, outcome.epochs, means)
+    elif means and is_new and log.last_eval.get("step") != outcome.step:
+        log.heard("eval", {"step": outcome.step, **means, "epoch": round(outcome.epochs, 4)})
     return summarise(job, outcome, parts, means, train_s)
 
 

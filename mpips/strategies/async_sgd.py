@@ -85,8 +85,7 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
     times = half.open(lambda request: loop.serve_until(request.Test))
     if times is not None:
         log.say(announcement(times))
-    packed = wire.announcement(job)
-    for line in (*([packed] if packed is not None else ()), *worker_state.resume_notes(job)):
+    for line in (wire.announcement(job), *worker_state.resume_notes(job)):
         log.say(line)
     reason = loop.serve()
     if server.recorder is not None:

@@ -59,11 +59,8 @@ def run(job: Job, log: "Log") -> Tasks[Outcome]:
     if job.own_slots and job.worker_id is not None:
         job.fill_own(rounds.own)
     rounds.publish_start()
-    packed = wire.announcement(
-        job, rounds.shards[0] if isinstance(rounds, StreamingRound) else None
-    )
-    if packed is not None:
-        log.say(packed)
+    fragment = rounds.shards[0] if isinstance(rounds, StreamingRound) else None
+    log.say(wire.announcement(job, fragment))
     worker = LocalWorker(job, rounds) if job.worker_id is not None else None
     return (yield from make_loop(job, rounds, log, worker, _savers(job, rounds.own)).run())
 

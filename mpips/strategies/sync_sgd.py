@@ -48,8 +48,7 @@ def run_rounds(job: Job, log: "Log", kind: type[GradientWorker]) -> Tasks[Outcom
             rounds.tables.owned.fill(job)
     fill(job, rounds.own_state())
     rounds.publish_start()
-    packed = wire.announcement(job)
-    for line in (*([packed] if packed is not None else ()), *resume_notes(job)):
+    for line in (wire.announcement(job), *resume_notes(job)):
         log.say(line)
     worker = kind(job, rounds) if job.worker_id is not None else None
     loop: type[RoundLoop] = RoundLoop

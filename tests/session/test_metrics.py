@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpips.session import metrics
-from mpips.session.metrics import Log, hear_final, staleness_summary, write_json
+from mpips.session.metrics import Log, staleness_summary, write_json
 
 
 @pytest.fixture
@@ -57,15 +57,6 @@ def test_lines_of_the_log(
     assert log.last_eval == evaluated
     assert log.last_loss == 1.0
     assert re.search("step        7 .* loss 4.0000 .* 15 samples/s", capsys.readouterr().out)
-
-
-def test_the_final_evaluation_stands_once(path: Path) -> None:
-    """A worker has evaluated the same parameters: its sum may differ in the last bit."""
-    with Log(path, 0.0) as log:
-        log.heard("eval", {"step": 7, "epoch": 1.0, "loss": 0.1 + 0.2})
-        hear_final(log, 7, 1.0, {"loss": 0.3})
-        hear_final(log, 8, 1.25, {"loss": 0.2})
-    assert [(row["step"], row["loss"]) for row in rows(path)] == [(7, 0.1 + 0.2), (8, 0.2)]
 
 
 def test_lines_of_a_log_become_fewer(
