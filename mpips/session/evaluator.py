@@ -147,24 +147,20 @@ class Evaluator:
     def _attend(self) -> None:
         """Handle messages and signals."""
         for source, kind, payload in self._link.poll():
-            self._handle(source, kind, payload)
+            if kind == "lost":
+                continue  # the coordinator handles it
+            self._coordinator = source
+            if kind == "begin":
+                self._link.spare(payload)
+            elif kind == "evaluate":
+                self._asked.append(payload)
+            else:
+                assert kind == "end", f"unknown message {kind!r} to an evaluator"
+                self._code = payload
         name = signals.received()
         if name is not None and self._coordinator is not None and not self._reported_signal:
             self._reported_signal = True
             self._link.send(self._coordinator, "stop", name)
-
-    def _handle(self, source: int, kind: str, payload: Any) -> None:
-        if kind == "lost":
-            return  # the coordinator handles it
-        self._coordinator = source
-        if kind == "begin":
-            self._link.spare(payload)
-        elif kind == "evaluate":
-            self._asked.append(payload)
-        elif kind == "end":
-            self._code = payload
-        else:
-            raise AssertionError(f"unknown message {kind!r} to an evaluator")
 
     def _evaluate(self, asked: Asked) -> dict[str, float] | str:
         """Return the sums of metrics over this share of the samples, or the reason of a failure."""

@@ -224,7 +224,6 @@ class Log:
 
     def close(self) -> None:
         """Close the file and the bar; a second call does nothing."""
-        self._progress.end_bar()
         if self._file is not None:
             if problem := self._file.flush():
                 self.warn(problem)
