@@ -99,7 +99,8 @@ class SnapshotAgreement:
             self._before[:] = -1
             self._agree()
         if self.phase is Phase.LAST and self._reached():
-            assert self._empty or self._passed() == 0, "a worker pushed beyond the snapshot"
+            exact = all(observe(self._applied, w) == n for w, n in enumerate(self.target))
+            assert self._empty or exact, "a worker pushed beyond the snapshot"
             return True
         if self.phase is not Phase.REACH or not self._reached():
             return False
@@ -113,11 +114,6 @@ class SnapshotAgreement:
         self.phase = Phase.AGREE
         self._tell([observe(self._applied, worker) for worker in range(self._applied.size)])
 
-    def _passed(self) -> int:
-        """Return the number of applied pushes beyond the maximum."""
-        workers = range(self._applied.size)
-        return sum(max(0, observe(self._applied, w) - int(self.target[w])) for w in workers)
-
     def _reached(self) -> bool:
-        workers = range(self._applied.size)
-        return self._empty or all(observe(self._applied, w) >= self.target[w] for w in workers)
+        target = enumerate(self.target)
+        return self._empty or all(observe(self._applied, w) >= n for w, n in target)

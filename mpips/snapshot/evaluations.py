@@ -120,14 +120,11 @@ class Evaluations:
         link.spare(survivable)
         for rank in link.evaluators:
             link.send(rank, "begin", survivable)
-        if known["pending"] is not None:
-            self._resume(*known["pending"])
-
-    def _resume(self, step: int, epoch: float) -> None:
-        """Repeat the evaluation that was not finished when the checkpoint was saved."""
-        if (step_folder(self._job.out / CHECKPOINTS, step) / INDEX).exists():
-            self._pending = step, epoch
-            self.saved(step)
+        if known["pending"] is not None:  # it was not finished when the checkpoint was saved
+            step, epoch = known["pending"]
+            if (step_folder(job.out / CHECKPOINTS, step) / INDEX).exists():
+                self._pending = step, epoch
+                self.saved(step)
 
     def due(self, epochs: float) -> bool:
         """Return whether an evaluation is due, and so a checkpoint."""
