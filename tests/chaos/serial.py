@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpips.checkpoint import need_whole
+from mpips.config import Config
 from mpips.config.jobfile import from_toml
 from mpips.datasets import Batch, open_dataset
 from mpips.datasets.ledger import Range, SampleAllocator, leave, resize, split
@@ -27,7 +28,24 @@ def told(out: Path, *kinds: str) -> list[dict[str, Any]]:
     return [row for row in rows if row["kind"] in kinds]
 
 
-class Serial:
+class Samples:
+    """The training samples of a job, its first parameters `w`, and gradients of some samples."""
+
+    def __init__(self, config: Config, block: int = 0) -> None:
+        self.data = open_dataset(config)
+        self._problem = load_problem(config.problem, self.data.info, config)
+        self.views = self._problem.layout.views
+        self.order = Order(self.data.train.n, block, config.seed)
+        self.w = initial_vector(self._problem, config.seed, np.dtype(config.dtype))
+
+    def gradient(self, w: np.ndarray, samples: Range) -> np.ndarray:
+        ids, g = self.order.sample_ids(*samples), np.zeros_like(w)
+        batch = Batch(*self.data.train.convert(*self.data.train.read(ids), w.dtype), ids)
+        self._problem.loss_and_grad(self.views(w), batch, self.views(g))
+        return g
+
+
+class Serial(Samples):
     """A run in rounds in one process, from what its folder tells of its starts and deaths.
 
     `rows` is by how much each sample counts in rows of mode hybrid: by its share of all assigned.
@@ -40,16 +58,14 @@ class Serial:
         places = {rank: number for number, node in enumerate(nodes) for rank in node["ranks"]}
         node_of = [places[rank] for rank in range(ranks)]
         roles = assign(c.mode, ["here"] * ranks, node_of, c.servers, c.server_ranks)
-        self._workers, self.data = roles.workers, open_dataset(c)
-        self.problem = load_problem(c.problem, self.data.info, c)
-        self._order = Order(self.data.train.n, checkpoint.state["block"], c.seed)
-        self.params = initial_vector(self.problem, c.seed, np.dtype(c.dtype))
+        super().__init__(c, checkpoint.state["block"])
+        self._workers = roles.workers
         self.counts = np.zeros(self.data.train.n, int)
         self.rows = np.zeros(self.data.train.n)
         self._rule = rule_of(c)
-        self._slots = tuple(np.zeros_like(self.params) for _ in self._rule.slots)
-        self._rule.init(self.params, self._slots)
-        self._velocity = np.zeros_like(self.params)
+        self._slots = tuple(np.zeros_like(self.w) for _ in self._rule.slots)
+        self._rule.init(self.w, self._slots)
+        self._velocity = np.zeros_like(self.w)
         self._batches, self.steps = self._allocator(), 0
         attempts: list[list[dict[str, Any]]] = []
         for row in told(out, "start", "lost"):
@@ -87,12 +103,12 @@ class Serial:
             mine = [part for part in parts.values() if part[2] > part[1]]
             for part in mine:
                 share = begin / (batch[2] - batch[1])
-                self.rows[self._order.sample_ids(*part)] += share
+                self.rows[self.order.sample_ids(*part)] += share
             if mine and self.config.mode == "local_sgd":
                 count = -(-(batch[2] - batch[1]) // (unit * len(living)))
                 self._average(mine, count, begin)
             elif mine:
-                self._step(self.params, self._slots, mine, self.steps, self._lr(parts))
+                self._step(self.w, self._slots, mine, self.steps, self._lr(parts))
             if news:
                 living = [rank for rank in living if rank not in news]
                 leave(batches, batch, [each for each in again if each[2] > each[1]])
@@ -109,9 +125,9 @@ class Serial:
     def _average(self, parts: Sequence[Range], count: int, lr: float) -> None:
         """Make a round of local steps, and what is done with the mean of the replicas."""
         c, n = self.config, sum(end - begin for _, begin, end in parts)
-        mean, slots = np.zeros_like(self.params), [np.zeros_like(each) for each in self._slots]
+        mean, slots = np.zeros_like(self.w), [np.zeros_like(each) for each in self._slots]
         for part in parts:
-            own, *own_slots = (each.copy() for each in (self.params, *self._slots))
+            own, *own_slots = (each.copy() for each in (self.w, *self._slots))
             steps = [step for step in split(part, count) if step[2] > step[1]]
             for number, step in enumerate(steps, (self.steps - 1) * c.round_steps + 1):
                 self._step(own, tuple(own_slots), [step], number, lr)
@@ -119,23 +135,19 @@ class Serial:
                 total += each * ((part[2] - part[1]) / n)
         for slot, total in zip(self._slots, slots, strict=True):
             slot[:] = total
-        change = self.params - mean
+        change = self.w - mean
         self._velocity = c.outer_momentum * self._velocity + change
         ahead = change + c.outer_momentum * self._velocity
-        self.params -= c.outer_lr * (ahead if c.outer_nesterov else self._velocity)
+        self.w -= c.outer_lr * (ahead if c.outer_nesterov else self._velocity)
 
     def _step(
         self, params: np.ndarray, slots: Slots, parts: Sequence[Range], number: int, lr: float
     ) -> None:
         """Make an update by the mean gradient of the samples of some parts, and count these."""
         total, n = np.zeros_like(params), sum(end - begin for _, begin, end in parts)
-        views = self.problem.layout.views
         for part in parts:
-            ids, grad = self._order.sample_ids(*part), np.zeros_like(total)
-            x, y = self.data.train.convert(*self.data.train.read(ids), total.dtype)
-            self.problem.loss_and_grad(views(params), Batch(x, y, ids), views(grad))
-            total += grad * (len(ids) / n)
-            self.counts[ids] += 1
+            total += self.gradient(params, part) * ((part[2] - part[1]) / n)
+            self.counts[self.order.sample_ids(*part)] += 1
         self._rule.apply(params, total, slots, number, lr)
 
 
@@ -151,7 +163,7 @@ def check_serial(out: Path, ranks: int, within: float = 1e-6) -> list[str]:
         wrong.append(f"ended at step {checkpoint.step}, expected {serial.steps}")
     if checkpoint.state["samples"] != serial.samples:
         wrong.append(f"{checkpoint.state['samples']} samples, expected {serial.samples}")
-    away = np.abs(checkpoint.read_params() - serial.params).max()
+    away = np.abs(checkpoint.read_params() - serial.w).max()
     if not away < within:
         wrong.append(f"parameters are off by {away:g}")
     return [*wrong, *wrong_rows(checkpoint, serial.rows)]

@@ -6,36 +6,20 @@ from typing import Any
 import numpy as np
 
 from mpips.config import Config
-from mpips.datasets import Batch, open_dataset
 from mpips.datasets.ledger import Range, SampleAllocator, pieces, split
-from mpips.datasets.order import Order
 from mpips.layout import cut
-from mpips.problems import load_problem
-from mpips.problems.base import initial_vector
+from tests.chaos.serial import Samples
 
 TOLERANCE = {"float32": 1e-6, "float64": 1e-13}  # relative, of a tensor
 SLOTS = {"sgd": 0, "momentum": 1, "adam": 2}
 
 
-class Serial:
-    """The training samples of a job, its first parameters `w`, and gradients of some samples."""
-
-    def __init__(self, config: Config) -> None:
-        self._data, self._dtype = open_dataset(config), np.dtype(config.dtype)
-        self._problem = load_problem(config.problem, self._data.info, config)
-        self.views = self._problem.layout.views
-        self._order = Order(self._data.train.n, 0, config.seed)
-        self.w = initial_vector(self._problem, config.seed, self._dtype)
-
-    def gradient(self, w: np.ndarray, samples: Range) -> np.ndarray:
-        ids, g = self._order.sample_ids(*samples), np.zeros_like(w)
-        batch = Batch(*self._data.train.convert(*self._data.train.read(ids), self._dtype), ids)
-        self._problem.loss_and_grad(self.views(w), batch, self.views(g))
-        return g
+class Serial(Samples):
+    """The samples of a job, and of each of its rounds."""
 
     def rounds(self, size: int, epochs: int | None) -> list[Range]:
         """Return the samples of each round of so many."""
-        allocator = SampleAllocator(self._data.train.n, size, workers=1, epochs=epochs)
+        allocator = SampleAllocator(self.data.train.n, size, workers=1, epochs=epochs)
         return list(iter(lambda: allocator.next(0), None))
 
 
