@@ -104,12 +104,9 @@ class ModuleProblem(Problem):
         Raises:
             UserError: If its output or its loss is of a wrong type or shape.
         """
-        data, dtype = self.data, np.dtype(self.config.dtype)
-        zeros = (
-            np.zeros((TRIED, *data.x_shape), dtype),
-            np.zeros((TRIED, *data.y_shape), dtype if data.classes is None else np.int64),
-        )
-        x, y = map(torch.from_numpy, zeros)
+        data, dtype = self.data, getattr(torch, self.config.dtype)
+        x = torch.zeros(TRIED, *data.x_shape, dtype=dtype)
+        y = torch.zeros(TRIED, *data.y_shape, dtype=dtype if data.classes is None else torch.int64)
         self.model.eval()
         try:
             shape = tuple(getattr(self.model(x), "shape", ()))
