@@ -1,20 +1,12 @@
 """A small GPT, in the form of nanoGPT's model.py."""
 
-import inspect
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-
-@dataclass
-class GPTConfig:
-    block_size: int = 32
-    vocab_size: int = 11
-    n_layer: int = 2
-    n_head: int = 2
-    n_embd: int = 32
+GPTConfig = SimpleNamespace
 
 
 class Block(nn.Module):
@@ -57,6 +49,5 @@ class GPT(nn.Module):
             {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
             {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
         ]
-        has_fused = "fused" in inspect.signature(torch.optim.AdamW).parameters
-        extra = {"fused": True} if has_fused and device_type == "cuda" else {}
+        extra = {"fused": True} if device_type == "cuda" else {}
         return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, **extra)
