@@ -252,8 +252,7 @@ class AsyncWorker:
     def _finish(self) -> None:
         """Tell all servers the number of pushes, and wait for the end of the run."""
         self._half.abandon()
-        for rank in self._cluster.roles.servers:
-            self._cluster.send(rank, "fin", self._half.sender.seq)
+        self._cluster.send(self._cluster.roles.servers, "fin", self._half.sender.seq)
 
         def ended() -> bool:
             self._attend()
@@ -300,8 +299,7 @@ class Freezing:
         """
         self.frozen = frozen
         self._missing = set(self._cluster.roles.servers) - self._cluster.failures.lost
-        for rank in self._missing:
-            self._cluster.send(rank, "frozen", (first, frozen))
+        self._cluster.send(self._missing, "frozen", (first, frozen))
 
         def told() -> bool:
             advance()

@@ -144,13 +144,11 @@ class Rig:
 
     def see_enough(self) -> None:
         """End `serve_reads` of the servers."""
-        for rank in self.roles.servers:
-            self.cluster.send(rank, "enough")
+        self.cluster.send(self.roles.servers, "enough")
 
     def finish(self) -> None:
         """Tell the servers how many pushes this worker sent."""
-        for rank in self.roles.servers:
-            self.cluster.send(rank, "fin", self.sender.seq)
+        self.cluster.send(self.roles.servers, "fin", self.sender.seq)
         here = self.workers.Ibarrier()
 
         def sent() -> bool:
