@@ -25,6 +25,7 @@ from mpips.mpi.collective_errors import CollectiveError, call_on_all, raise_on_a
 from mpips.mpi.collectives import Mailbox, begin_barrier, gather_all
 from mpips.mpi.process import send_signal
 from mpips.mpi.start import Comm
+from mpips.mpi.waiting import take_turns
 
 POLL_S = 1e-3
 HEARD_S, LEAVING_S = 0.5, 5.0
@@ -237,13 +238,8 @@ class Link:
         if self.missing:
             return
         self.overdue.close()
-        while not self._mailbox.empty():
-            self._mailbox.poll()
-            time.sleep(POLL_S)
-        barrier = begin_barrier(self._control)
-        while not barrier.Test():
-            self._mailbox.poll()
-            time.sleep(POLL_S)
+        take_turns(self._mailbox.poll, self._mailbox.empty, ranks_per_core=2)
+        take_turns(self._mailbox.poll, begin_barrier(self._control).Test, ranks_per_core=2)
         self._failures.forget()
         self._control.Free()
         self.side.Free()
