@@ -24,21 +24,14 @@ SLOW_START_S = 60.0
 SLOW_LOADING_S = 5.0
 
 
-def by_host(facts: Sequence[Facts]) -> dict[str, list[Facts]]:
-    """Group the ranks' facts by host, in the order of the ranks."""
+def judge_machines(facts: Sequence[Facts]) -> list[Finding]:
+    """Judge the facts of all ranks, host by host."""
     hosts: dict[str, list[Facts]] = {}
     for rank in facts:
         hosts.setdefault(rank.host, []).append(rank)
-    return hosts
-
-
-def judge_machines(facts: Sequence[Facts]) -> list[Finding]:
-    """Judge the facts of all ranks, host by host."""
-    hosts = by_host(facts)
-    world = len(facts)
     judges = judge_cores, judge_threads, judge_namespaces, judge_leftovers, judge_pages
     findings = [finding for judge in judges for finding in per_host(hosts, judge)]
-    return [*findings, *per_host(hosts, lambda ranks: judge_limits(ranks[0], world))]
+    return [*findings, *per_host(hosts, lambda ranks: judge_limits(ranks[0], len(facts)))]
 
 
 def judge_cores(ranks: Sequence[Facts]) -> Finding:

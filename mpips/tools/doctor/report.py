@@ -5,10 +5,11 @@ import faulthandler
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mpips import __version__
 from mpips.errors import Exit, complain, listed
@@ -111,12 +112,6 @@ def lines(findings: Sequence[Finding]) -> str:
     return "\n".join(out)
 
 
-def summary(findings: Sequence[Finding]) -> str:
-    """Return the number of findings of each verdict as text."""
-    counts = {v: sum(f.verdict == v for f in findings) for v in EXIT_CODES}
-    return ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n)
-
-
 T = TypeVar("T")
 
 
@@ -167,26 +162,26 @@ class Report:
 
     def end(self) -> int:
         """Print the findings and write the file; returns the exit code."""
+        verdict = worst(self.findings)
         if not self.shown:
-            return EXIT_CODES[worst(self.findings)]
+            return EXIT_CODES[verdict]
         seconds = time.perf_counter() - self._started
+        counts = Counter(finding.verdict for finding in self.findings)
+        summary = ", ".join(f"{counts[name]} {name}" for name in EXIT_CODES if counts[name])
         print(f"mpips {__version__}, doctor: {self.title}")
         print(lines(self.findings))
-        print(f"{summary(self.findings)}; {seconds:.1f} s", flush=True)
+        print(f"{summary}; {seconds:.1f} s", flush=True)
         if self._path is not None:
+            values = {
+                "mpips": __version__, "world": self.title, "verdict": verdict,
+                "seconds": seconds, "findings": [asdict(finding) for finding in self.findings],
+            }  # fmt: skip
             try:
-                write_json(self._path, self.to_json(seconds))
+                write_json(self._path, values)
             except OSError as error:
                 complain(f"--json {self._path}: {error.strerror}")
                 return Exit.FAILED
-        return EXIT_CODES[worst(self.findings)]
-
-    def to_json(self, seconds: float) -> dict[str, Any]:
-        """Return the report as JSON values."""
-        return {
-            "mpips": __version__, "world": self.title, "verdict": worst(self.findings),
-            "seconds": seconds, "findings": [asdict(finding) for finding in self.findings],
-        }  # fmt: skip
+        return EXIT_CODES[verdict]
 
 
 class Watch:
@@ -197,15 +192,14 @@ class Watch:
         expired: Function that a thread calls with the check's name and limit when the limit has
             passed. The process ends with exit code 1 when the function returns, or `GRACE_S` / 2
             after it was called.
+
+    Attributes:
+        then: Function that is called with a message after `expired`, to end the other ranks.
     """
 
     def __init__(self, limit_s: float, expired: Callable[[str, float], None]) -> None:
         self._limit_s, self._expired = limit_s, expired
-        self._then: Callable[[str], object] = str
-
-    def then(self, end: Callable[[str], object]) -> None:
-        """Set a function that is called with a message after `expired`, to end the other ranks."""
-        self._then = end
+        self.then: Callable[[str], object] = str
 
     @contextlib.contextmanager
     def over(self, check: str, least_s: float = 0.0) -> Iterator[None]:
@@ -228,6 +222,6 @@ class Watch:
         last.start()
         try:
             self._expired(check, limit_s)
-            self._then(f"doctor: {check} is not over after {limit_s:g} s")
+            self.then(f"doctor: {check} is not over after {limit_s:g} s")
         finally:
             os._exit(Exit.FAILED)

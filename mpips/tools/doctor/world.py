@@ -215,7 +215,7 @@ def run(options: Options, watch: Watch, report: Report, checks: Sequence[Check] 
         visit = Visit(ranks, options)
         report.title = f"{counted(ranks.world, 'rank')} on {counted(ranks.nodes, 'node')}"
         report.shown = ranks.rank == 0
-        watch.then(lambda text: abort.abort(text, Exit.FAILED))
+        watch.then = lambda text: abort.abort(text, Exit.FAILED)
     for check in checks:
         with watch.over(check.name, check.least_s):
             report.add(_run_check(visit, check))
