@@ -43,7 +43,6 @@ SURVIVING = (
 )
 TRIES_S = 20.0, 60.0  # time limits of two trials, which start processes that do nothing
 FABRICS = "/sys/class/infiniband/"
-ENDS_ALL = "this Open MPI ends all ranks"
 
 
 @functools.cache
@@ -98,7 +97,7 @@ def refusal(launcher: Sequence[str], ranks: int, fabrics: bool) -> str:
     if tried is None:
         return "Open MPI's mpirun hung twice as it was tried"
     if tried.returncode != 0:
-        return ENDS_ALL
+        return "this Open MPI ends all ranks"
     if FABRICS in tried.stdout and not fabrics:
         return "Open MPI would leave InfiniBand aside to go on without it, which --ft allows"
     return ""

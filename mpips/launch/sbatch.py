@@ -277,7 +277,8 @@ def _memory(args: argparse.Namespace, need: "Needs") -> str:
         if not MEMORY.fullmatch(args.mem_per_cpu):
             raise UserError(f"--mem-per-cpu {args.mem_per_cpu!r}", "a size such as 500M or 4G")
         return str(args.mem_per_cpu)
-    each = MEMORY_SLACK * need.rank_bytes / args.cpus_per_task / 2**20
+    largest = max(need.server_bytes, need.worker_bytes)
+    each = MEMORY_SLACK * largest / args.cpus_per_task / 2**20
     return f"{math.ceil(each / MEMORY_STEP_MB) * MEMORY_STEP_MB}M"
 
 

@@ -152,11 +152,6 @@ class Needs:
     seconds: float
     evaluators: int = 0
 
-    @property
-    def rank_bytes(self) -> float:
-        """Bytes of memory of the largest rank."""
-        return max(self.server_bytes, self.worker_bytes)
-
 
 def measure(config: Config) -> Measured:
     """Open the data, build the problem, compute some gradients, and return the measurements.

@@ -15,7 +15,6 @@ from mpips.config import Config
 from mpips.errors import UserError
 from mpips.planning import traffic
 from mpips.planning.explain import Topology, World, case_of, varied
-from mpips.planning.simulator.model import Speeds
 from mpips.planning.simulator.prediction import Facts, Prediction, batches_of, predict
 
 MODES = ("async", "ssp", "sync")
@@ -140,25 +139,15 @@ def _candidate(config: Config, workers: int, changes: dict[str, Any],
         *hosts_nodes, facts.measured.parameters, speeds.link, speeds.step_s, facts.codecs
     )
     try:
-        case = case_of(changed, topology)
-        compute_s = least_step_s(speeds, workers, case.rounds)
+        case, factors = case_of(changed, topology), speeds.factors(workers)
     except UserError:
         return None
-    step_s = traffic.step_s(case, speeds.link, compute_s)
+    # A round waits for the slowest worker; in other modes all count.
+    mean = factors.max() if case.rounds else 1 / (1 / factors).mean()
+    step_s = traffic.step_s(case, speeds.link, (speeds.step_s + speeds.between_s) * float(mean))
     key = workers, changes["mode"], changes["servers"], (changes["codec"], changes["pull_codec"])
     least_s = facts.start_s + batches_of(changed, case, facts.measured.n_train) * step_s
     return _Candidate(key, changed, hosts_nodes, least_s)
-
-
-def least_step_s(speeds: Speeds, workers: int, in_rounds: bool) -> float:
-    """Return the least mean seconds of computing: the slowest worker's in rounds, else of all.
-
-    Raises:
-        UserError: If there are more slow workers than workers.
-    """
-    factors = speeds.factors(workers)
-    mean = factors.max() if in_rounds else 1 / (1 / factors).mean()
-    return float((speeds.step_s + speeds.between_s) * mean)
 
 
 def _differs(candidate: _Candidate, best: _Candidate) -> bool:
