@@ -397,8 +397,7 @@ from mpips.train import LAUNCHED
 def stuck(visit):
     if visit.cluster.rank == 1:
         time.sleep(600)
-    if how == "inside MPI":
-        visit.cluster.comm.Barrier()
+    visit.cluster.comm.Barrier()
 
 def broken(visit):
     if visit.cluster.rank == 1:
@@ -430,10 +429,7 @@ FAILED += [r"^fail  it .*no shared memory, expected some\n +-> buy some$"]
 @pytest.mark.parametrize(
     ("how", "told", "well"),
     [
-        ("inside MPI", [r"^fail  it    not over after 3 s"], 1),
-        pytest.param(
-            "outside MPI", [r"^fail  it    not over after 3 s"], 1, marks=pytest.mark.long
-        ),
+        ("stuck", [r"^fail  it    not over after 3 s"], 1),
         ("broken", FAILED, 2),  # the rest is examined all the same
     ],
 )
