@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39407
+TOTAL = 39372
 TESTS = 38300  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 60,
@@ -26,13 +26,13 @@ BUDGET = {
     "health": 698,
     "jax": 416,
     "kernels": 1953,
-    "launch": 2309,
+    "launch": 2306,
     "layout": 413,
     "library": 1622,
     "lightning": 684,
     "mpi": 1809,
     "optim": 969,
-    "planning": 2485,
+    "planning": 2471,
     "problems": 932,
     "ps": 2266,
     "rounds": 2391,
@@ -40,7 +40,7 @@ BUDGET = {
     "snapshot": 719,
     "strategies": 441,
     "tables": 1490,
-    "tools": 5688,
+    "tools": 5682,
     "torch": 1623,
     "train.py": 87,
     "transport": 1665,
