@@ -84,13 +84,9 @@ MODULE_WORDS_MOST = 12  # in the first line of a module, a command as one
 NO_NOUN = re.compile(r"(What|Where|Who|How|Which|Whether|When|Why)\b|\w+ (a|an|the|each|all)\b")
 
 
-def first_line(node: ast.Module | ast.FunctionDef) -> str:
-    return (ast.get_docstring(node) or "").partition("\n")[0]
-
-
 def test_modules_begin_with_a_noun_phrase() -> None:
     for name, tree in sources().items():
-        line = first_line(tree)
+        line = (ast.get_docstring(tree) or "").partition("\n")[0]
         words = re.sub(r"``[^`]*``", "code", line).split()
         assert len(words) <= MODULE_WORDS_MOST, f"{name}: {line}"
         assert not NO_NOUN.match(line), f"{name}: {line}"

@@ -39,7 +39,23 @@ def run(measures: Catalogue, names: Sequence[str], options: Options, path: Path 
     """
     try:
         check_world(whole_world())
-        _measure(measures, names, options, path)
+        ranks = Cluster(whole_world())
+        ranks.limit_threads()
+        size = ranks.world, ranks.nodes
+        rows: list[Row] = []
+        for measure in raise_on_all(ranks.comm, lambda: measures.choose(names, *size)):
+            work = partial(measure.run, options=options)
+            alone = measure.worlds == (1,)
+            for row in among(ranks, (0,), work) if alone else work(ranks):
+                rows.append(options.aimed(row))
+                if ranks.rank == 0:
+                    say_row(rows[-1])
+        if ranks.rank == 0:
+            if path:
+                write_json(path, {"machine": facts(), "rows": [row.to_json() for row in rows]})
+            print(table(rows), flush=True)
+        ranks.barrier()
+        ranks.free()
     except CollectiveError:
         raise
     except UserError as error:  # perhaps only on this rank
@@ -47,29 +63,6 @@ def run(measures: Catalogue, names: Sequence[str], options: Options, path: Path 
     except BaseException as error:
         abort.abort(abort.raised(error), Exit.FAILED)
     return 0
-
-
-def _measure(
-    measures: Catalogue, names: Sequence[str], options: Options, path: Path | None
-) -> None:
-    ranks = Cluster(whole_world())
-    ranks.limit_threads()
-    size = ranks.world, ranks.nodes
-    chosen = raise_on_all(ranks.comm, lambda: measures.choose(names, *size))
-    rows: list[Row] = []
-    for measure in chosen:
-        work = partial(measure.run, options=options)
-        alone = measure.worlds == (1,)
-        for row in among(ranks, (0,), work) if alone else work(ranks):
-            rows.append(options.aimed(row))
-            if ranks.rank == 0:
-                say_row(rows[-1])
-    if ranks.rank == 0:
-        if path:
-            write_json(path, {"machine": facts(), "rows": [row.to_json() for row in rows]})
-        print(table(rows), flush=True)
-    ranks.barrier()
-    ranks.free()
 
 
 def among(
