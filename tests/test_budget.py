@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39372
+TOTAL = 39361
 TESTS = 38300  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 60,
@@ -40,7 +40,7 @@ BUDGET = {
     "snapshot": 719,
     "strategies": 441,
     "tables": 1490,
-    "tools": 5682,
+    "tools": 5677,
     "torch": 1623,
     "train.py": 87,
     "transport": 1665,
