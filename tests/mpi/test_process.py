@@ -115,8 +115,6 @@ class Rank(contextlib.AbstractContextManager["Rank"]):
         self.pid = self._process.pid
 
     def call(self, expression: str) -> object:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(f"{expression}\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())

@@ -1,4 +1,4 @@
-"""Turns of a server, and the agreement of all servers on a record."""
+"""The compiled loop of a server, and the agreement of all servers on a record."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,35 +11,11 @@ from verdict import check
 
 from mpips.mpi.collectives import cluster_subset
 from mpips.mpi.world import Cluster
-from mpips.ps import replay_log, server
+from mpips.ps import replay_log
 from mpips.tools.bench.pushpull import Exchange
 from mpips.tools.bench.vector import make_job
 
 pytestmark = pytest.mark.mpi
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.world(max_size=4)
-@pytest.mark.parametrize("turn_s", [0.0, 60.0])
-def test_a_turn_applies_pushes_for_so_long(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, turn_s: float
-) -> None:
-    """A turn applies both pushes of every local worker, or one when its time is over."""
-    monkeypatch.setattr(server, "TURN_S", turn_s)
-    exchange = Exchange(make_job(cluster, 1000, "async", servers=1))
-    pushes = 2 * (cluster.nodes == 1)  # remote ones come when they come
-    if exchange.server is None:
-        for _ in range(pushes):
-            exchange.step()
-    cluster.barrier()
-    applied = due = 0
-    if exchange.server is not None and pushes:
-        assert exchange.server.turn()
-        applied = exchange.server.store.version
-        due = pushes * len(cluster.roles.workers) if turn_s else 1
-    exchange.serve_while(lambda: None, pushes)
-    check(cluster.comm, applied == due, (applied, due))
-    exchange.free()
 
 
 @pytest.mark.mpi(min_size=2)
