@@ -30,11 +30,11 @@ BUDGET = {
     "layout": 413,
     "library": 1622,
     "lightning": 684,
-    "mpi": 1809,
+    "mpi": 1796,
     "optim": 969,
     "planning": 2471,
     "problems": 932,
-    "ps": 2266,
+    "ps": 2238,
     "rounds": 2391,
     "session": 1821,
     "snapshot": 719,
@@ -43,7 +43,7 @@ BUDGET = {
     "tools": 5677,
     "torch": 1623,
     "train.py": 87,
-    "transport": 1665,
+    "transport": 1652,
 }
 
 
