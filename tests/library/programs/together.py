@@ -36,37 +36,31 @@ MODES: dict[str, dict[str, Any]] = {
 IN_STEP, BEHIND = ("sync", "nodes"), ("async", "remote", "sync", "nodes", "local_sgd", "easgd")
 MADE: Counter[str] = Counter()  # communicators and windows
 FREED: Counter[str] = Counter()
+PUSHED: Counter[str] = Counter()  # batches of this worker, by mode
 
 
-class Counted(MPI.Intracomm):
-    """A communicator that counts what is made of it, and of that in turn."""
+def counted(kind: str, base: Any, *names: str) -> Any:
+    """Return a class of communicators or windows whose methods count what they make and free."""
 
-    def Free(self) -> None:
-        super().Free()
-        FREED["communicators"] += 1
+    class Counted(base):  # type: ignore[misc]
+        def Free(self) -> None:
+            super().Free()
+            FREED[kind] += 1
 
+    def counting(make: Any) -> Any:
+        def method(*args: Any, **options: Any) -> Any:
+            found = make(*args, **options)
+            MADE[kind] += found != MPI.COMM_NULL
+            return Counted(found)
 
-class CountedWindow(MPI.Win):
-    def Free(self) -> None:
-        super().Free()
-        FREED["windows"] += 1
+        return method
 
-
-def counting(kind: str, of: type, name: str, make: Any) -> None:
-    """Have a method of communicators or windows count what it makes, as of that class."""
-
-    def counted(*args: Any, **options: Any) -> Any:
-        found = make(*args, **options)
-        MADE[kind] += found != MPI.COMM_NULL
-        return of(found)
-
-    setattr(of, name, counted)
+    for name in names:
+        setattr(Counted, name, counting(getattr(base, name)))
+    return Counted
 
 
-for name in ("Dup", "Split", "Split_type", "Create", "Create_group"):
-    counting("communicators", Counted, name, getattr(MPI.Intracomm, name))
-for name in ("Create", "Allocate_shared"):
-    counting("windows", CountedWindow, name, getattr(MPI.Win, name))
+SPLITS = ("Dup", "Split", "Split_type", "Create", "Create_group")
 
 
 def left() -> tuple[int, int]:
@@ -192,6 +186,7 @@ def train(worker: mpips.Worker, name: str) -> None:
                 with pytest.raises(UserError, match=r"gather\(\) (between|in the loop)"):
                     worker.gather(epoch)
             worker.push(1.0)
+            PUSHED[name] += 1
             if (epoch, k) == (1, 0):
                 worker.log(when="between", loss=np.inf)
             if name in IN_STEP:
@@ -285,7 +280,8 @@ def log_of(result: mpips.Result) -> str:
 def main(out: Path) -> None:
     """Run all; handlers of signals are behind a run as before it."""
     handler = signal.getsignal(signal.SIGUSR1)
-    MPI.COMM_WORLD, MPI.Win = Counted(WORLD), CountedWindow
+    MPI.COMM_WORLD = counted("communicators", MPI.Intracomm, *SPLITS)(WORLD)
+    MPI.Win = counted("windows", MPI.Win, "Create", "Allocate_shared")
     evaluates = {"evaluate": means, "held_out": HELD_OUT, "eval_every": 1}
     for name, options in MODES.items():
         how, heard = {"mode": name, **options, **evaluates}, Heard()
@@ -293,7 +289,7 @@ def main(out: Path) -> None:
         result = run(each, out / name, **how, callbacks=[heard])
         assert result.reason == "epochs", result
         assert sorted(path.name for path in (out / name).glob("last*")) == ["last.npz"]
-        check_heard(heard, len(heard.losses), result)
+        check_heard(heard, PUSHED[name], result)
         if WORLD.rank == 0:
             check_log(result)
     found = list[tuple[int, int]]()
