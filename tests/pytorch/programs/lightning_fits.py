@@ -217,7 +217,8 @@ def check_ends(folder: Path) -> None:
     for mode in ("sync", "async"):
         stop = EarlyStopping("val_loss", patience=0, min_delta=9.0)
         trainer = check_account(mode, folder / f"early-{mode}", stop)
-        assert trainer.current_epoch in (2, 3), (mode, trainer.current_epoch)
+        least, most = (2, 3) if mode == "sync" else (1, 49)  # others go on until worker 0 stops
+        assert least <= trainer.current_epoch <= most, (mode, trainer.current_epoch)
         assert stop.stopped_epoch or WORLD.rank
         left = "local_sgd" if mode == "sync" else mode
         stop = LambdaCallback(on_train_batch_end=leave)
