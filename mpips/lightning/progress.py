@@ -184,15 +184,19 @@ def _count(config: LRSchedulerConfig) -> int:
 
 
 def share_outcome(trainer: Trainer, ranks: Ranks) -> None:
-    """Copy worker 0's checkpoints, metrics and progress to every rank.
+    """Copy worker 0's checkpoints, metrics and steps to every rank, and the most epochs of any.
+
+    A late worker may get no batch of the last epochs.
 
     Collective: yes.
     """
     loop = trainer.fit_loop
     step = loop.epoch_loop.automatic_optimization.optim_progress
+    every = ranks.gather(loop.epoch_progress.state_dict(), everywhere=True)
+    loop.epoch_progress.load_state_dict(max(every, key=lambda one: one["current"]["processed"]))
     states = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
-    mine = states, dict(trainer.callback_metrics), loop.epoch_progress.state_dict()
-    states, metrics, epochs, steps = ranks.share((*mine, step.state_dict()))
+    mine = states, dict(trainer.callback_metrics), step.state_dict()
+    states, metrics, steps = ranks.share(mine)
     if ranks.global_rank() == 0:
         return
     trainer.callback_metrics.update(metrics)
@@ -200,5 +204,4 @@ def share_outcome(trainer: Trainer, ranks: Ranks) -> None:
         if states.get(callback.state_key):
             callback.load_state_dict(states[callback.state_key])
     if not ranks.works:
-        loop.epoch_progress.load_state_dict(epochs)
         step.load_state_dict(steps)
