@@ -18,7 +18,7 @@ from a new rank, it sends there from now on, and resends the pushes that the sha
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -28,9 +28,6 @@ from mpips.mpi.world import Cluster
 from mpips.transport.push import Push
 from mpips.transport.push_receiver import Body, PushReceiver
 from mpips.transport.push_sender import BUFFERS, PUSHED, PushSender, ShardSender
-
-if TYPE_CHECKING:
-    pass
 
 APPLIED_WORDS = 2  # number of the server, and number of this worker's applied pushes
 
