@@ -11,39 +11,39 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39361
-TESTS = 38300  # all lines of tests and of their helpers, likewise
+TOTAL = 39360
+TESTS = 36437  # all lines of tests and of their helpers, likewise
 BUDGET = {
-    "__init__.py": 60,
-    "__main__.py": 69,
+    "__init__.py": 54,
+    "__main__.py": 61,
     "checkpoint": 1485,
     "codecs": 617,
     "config": 1249,
     "datasets": 2642,
-    "errors.py": 60,
-    "extras.py": 20,
+    "errors.py": 57,
+    "extras.py": 16,
     "failover": 857,
     "health": 698,
-    "jax": 416,
+    "jax": 414,
     "kernels": 1953,
     "launch": 2306,
     "layout": 413,
     "library": 1622,
-    "lightning": 684,
+    "lightning": 679,
     "mpi": 1796,
     "optim": 969,
     "planning": 2471,
     "problems": 932,
     "ps": 2238,
-    "rounds": 2391,
-    "session": 1821,
-    "snapshot": 719,
-    "strategies": 441,
+    "rounds": 2390,
+    "session": 1787,
+    "snapshot": 709,
+    "strategies": 429,
     "tables": 1490,
     "tools": 5677,
-    "torch": 1623,
-    "train.py": 87,
-    "transport": 1652,
+    "torch": 1615,
+    "train.py": 84,
+    "transport": 1650,
 }
 
 
