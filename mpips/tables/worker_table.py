@@ -134,7 +134,7 @@ class WorkerTable:
             fields = table_fields(table, len(ranks), server, self._dtype.name)
             memories[server] = {each.name: window.view(rank, each.name) for each in fields}
         self._local = NodeRows(self.ownership, memories)
-        self._each = {k: NodeRows(self.ownership, {k: one}) for k, one in memories.items()}
+        self._each = {k: NodeRows(self.ownership, {k: one}) for k, one in memories.items() if held}
 
     def numbers(self, ids: np.ndarray) -> np.ndarray:
         """Return the row of each id, shape (n,), of an integer dtype."""
