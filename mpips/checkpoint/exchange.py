@@ -64,8 +64,8 @@ def export(checkpoint: Checkpoint, output: Path, table: str = "", average: bool 
     arrays = checkpoint.columns(table) if table else dict(named_streams(checkpoint))
     if average:
         need_average(checkpoint)
-        slots = f"{SLOTS}{EMA}/"
-        arrays = {k.replace(slots, PARAMS): a for k, a in arrays.items() if k.startswith(slots)}
+        slot = f"{SLOTS}{EMA}/"
+        arrays = {PARAMS + k.removeprefix(slot): a for k, a in arrays.items() if k.startswith(slot)}
     named = arrays if output.suffix == NPZ else _parameters(arrays)
     write_durably(output, lambda path: writers[output.suffix](path, named.items()))
 
