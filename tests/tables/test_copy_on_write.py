@@ -4,6 +4,7 @@ import tracemalloc
 from pathlib import Path
 from threading import Event, Thread
 
+import h5py  # noqa: F401  (else `write_rows` imports it while its memory is measured)
 import numpy as np
 import pytest
 
@@ -127,9 +128,8 @@ def test_a_checkpoint_never_holds_the_rows_twice(since: bool, beside: int, tmp_p
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert snapshot.count * 128 > 45 * MB
-    assert peak < 10 * MB, "a thread of the runner may allocate meanwhile"
-    assert record.size == snapshot.count
+    assert record.size == snapshot.count > 45 * MB / 128
+    assert peak < 5 * MB
     if not since:
         same(list(RowsFile(tmp_path, record, 1, "item").pieces()), expected)
 
