@@ -102,8 +102,7 @@ class SurvivableLoop(RoundLoop):
 
     def _end_rounds(self) -> None:
         """See `RoundLoop`; a later death ends the job."""
-        if self._lost or self._cluster.nodes > 1:  # a node may still be in the last round
-            self._cluster.failures.leave_out(self._lost)
+        self._cluster.failures.leave_out(self._lost)
         super()._end_rounds()
 
     def _outcome(self, reason: str) -> Outcome:

@@ -90,6 +90,7 @@ START_AGAIN = {
     (4, SYNC): f"""
       partly:0:12
       half:2:7,partly:0:13,entered:1:18
+      evaluating:2:46
       {TWICE}""",
     (4, f"{SYNC} {NODES}"): """
       summed:2:9
