@@ -11,12 +11,12 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39359
-TESTS = 36438  # all lines of tests and of their helpers, likewise
+TOTAL = 39361
+TESTS = 36446  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 61,
-    "checkpoint": 1485,
+    "checkpoint": 1486,
     "codecs": 617,
     "config": 1249,
     "datasets": 2642,
@@ -34,7 +34,7 @@ BUDGET = {
     "optim": 969,
     "planning": 2471,
     "problems": 932,
-    "ps": 2238,
+    "ps": 2239,
     "rounds": 2390,
     "session": 1787,
     "snapshot": 709,

@@ -69,8 +69,9 @@ def _claims(summary: dict[str, Any], newest: Checkpoint) -> Iterator[Claim]:
     yield "global_step", step, newest.step, other
     yield "samples", summary["samples"], state["samples"], other
     if config.mode in SERVED:
+        merged = state.get("merged", 0)  # by rounds, of earlier jobs in other modes
         meaning = "the workers' steps do not add up to the updates of the servers"
-        yield "sum of the clocks", sum(allocator["clocks"]), newest.step, meaning
+        yield "sum of the clocks", sum(allocator["clocks"]), newest.step + merged, meaning
     if summary["stop_reason"] == "epochs":
         missing = "the parameters lack the gradients of these batches"
         yield "batches that were not applied", allocator["pending"], [], missing

@@ -271,6 +271,8 @@ class Coordinator:
         """Open the checkpoint of `step`: this server has just reached the snapshot."""
         skipped = self.server.dense.leaving.skipped
         state = self._job.state(step, self.allocator.state(), self.samples, skipped)
+        # Steps that rounds of earlier jobs have made one update of.
+        state["merged"] = sum(self.allocator.before) - self._job.base_step
         self.snapshots.reached(step, self.allocator.epochs_done, self.samples, state)
 
     def _end(self) -> None:

@@ -16,6 +16,7 @@ from mpips.checkpoint import list_checkpoints
 from mpips.config import Config
 from mpips.config.command_line import help_text
 from mpips.config.jobfile import from_toml
+from tests.chaos.exact import check_run
 
 pytestmark = [pytest.mark.launch, pytest.mark.one_mpi]
 
@@ -70,6 +71,8 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     plan.add("auto", 3, (*SHORT, "--prefetch", "--resume", "auto"))
     plan.add("auto", 3, (*SHORT, "--resume", "auto"))
     plan.add("auto", 3, ("--epochs", "3", "--resume", "--mode", "sync", "--servers", "1"))
+    plan.add("turned", 3, (*SHORT, "--mode", "sync"))
+    plan.add("turned", 3, ("--resume", "--mode", "async", "--epochs", "3"))
     plan.run(4 * LIMIT_S)
     return plan
 
@@ -132,6 +135,11 @@ def test_resume_auto_starts_and_goes_on(plan: Plan) -> None:
     assert found["resumed_from"].endswith(f"step-{begun:012d}")
     assert final(out).step == found["global_step"] == begun + -(-1438 // 64)
     assert from_toml((out / "config.toml").read_text()).epochs == 3
+
+
+@pytest.mark.parametrize("name", ["auto", "turned"])
+def test_a_run_that_goes_on_in_another_mode_is_complete(name: str, plan: Plan) -> None:
+    assert check_run(plan.out(name)) == []
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
