@@ -11,8 +11,8 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39361
-TESTS = 36446  # all lines of tests and of their helpers, likewise
+TOTAL = 39375
+TESTS = 36456  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 61,
@@ -32,7 +32,7 @@ BUDGET = {
     "lightning": 679,
     "mpi": 1796,
     "optim": 969,
-    "planning": 2471,
+    "planning": 2485,
     "problems": 932,
     "ps": 2239,
     "rounds": 2390,

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,6 @@ from mpips.checkpoint import Checkpoint
 from mpips.checkpoint.run_folder import RunFolder
 from mpips.config import OPTIONS, Config
 from mpips.config.groups import parse_groups
-from mpips.config.jobfile import from_toml
 from mpips.config.names import IN_ROUNDS
 from mpips.datasets import DataInfo, Dataset
 from mpips.datasets.ledger import SampleAllocator
@@ -36,7 +34,7 @@ from mpips.optim import (
     schedule,
 )
 from mpips.optim.staleness import Staleness
-from mpips.planning.outcome import skipped_before, skipped_updates
+from mpips.planning.outcome import parsed, skipped_before, skipped_updates, updates_before
 from mpips.problems import Problem
 from mpips.problems.base import initial_vector, statistics
 from mpips.problems.rows import tables_of_problem
@@ -129,12 +127,13 @@ class Job:
         saved = self.checkpoint.state if self.checkpoint else {}
         # Source of slots; a user's class need not be a `Problem`.
         self.begins_with: Checkpoint | RuleState | None = self.checkpoint
-        before = int(saved.get("steps_before", 0))
         if self.checkpoint is None:
             self.begins_with = state = getattr(self.problem, "rule_state", None)
             before = state.steps if state is not None else 0
+        else:
+            before = updates_before(self.checkpoint, c, rule)
         rule = grouped(rule.continued(before), self.layout, groups, c.learning_rate, kept)
-        skipped = {ranges[name]: n for name, n in skipped_before(self).items()}
+        skipped = {ranges[name]: n for name, n in skipped_before(self, before).items()}
         self.rule: Rule = leaving_out(rule, (), skipped) if skipped else rule
         self.leaving = FrozenMask(self.rule)  # dense parts of servers have their own
         if kept and c.mode in ("async", "ssp"):  # all workers' pushes together count as one
@@ -392,9 +391,4 @@ def steps_before(job: Job) -> int:
 def saved_config(job: Job) -> Config:
     """Return the configuration of the run's checkpoint."""
     assert job.checkpoint is not None, "nothing was saved"
-    return _parsed(job.checkpoint.config)
-
-
-@cache
-def _parsed(text: str) -> Config:
-    return from_toml(text)
+    return parsed(job.checkpoint.config)

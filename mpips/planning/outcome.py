@@ -2,13 +2,18 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpips.optim import Range, RuleState
+from mpips.config import Config
+from mpips.config.jobfile import from_toml
+from mpips.config.names import EMA
+from mpips.optim import Range, Rule, RuleState
 
 if TYPE_CHECKING:
+    from mpips.checkpoint import Checkpoint
     from mpips.planning.job import Job
 
 
@@ -58,20 +63,48 @@ class Times:
     wait_s: float = 0.0
 
 
-def skipped_before(job: "Job") -> dict[str, int]:
+@cache
+def parsed(text: str) -> Config:
+    """Return the configuration that a checkpoint contains."""
+    return from_toml(text)
+
+
+def _times_applied(config: Config) -> int:
+    """Return how often a worker or owner applies the rule in an update of the run."""
+    return config.round_steps if config.mode == "local_sgd" else 1
+
+
+def updates_before(saved: "Checkpoint", config: Config, rule: Rule) -> int:
+    """Return `Rule.before` of a resumed run: updates in its slots, less those of the run.
+
+    After mode easgd, where replicas have the slots, they begin anew.
+    """
+    before, old = int(saved.state.get("steps_before", 0)), parsed(saved.config)
+    if config.mode == "easgd":  # replicas count their own steps
+        return before if old.mode == "easgd" else 0
+    slots = set(rule.slots) - {EMA}
+    if slots and not slots.intersection(saved.slot_names + saved.worker_names):
+        return -saved.step * _times_applied(config)
+    return before + saved.step * (_times_applied(old) - _times_applied(config))
+
+
+def skipped_before(job: "Job", before: int) -> dict[str, int]:
     """Return how many updates the resumed run made without each array, by name.
 
-    The result is limited to the number of updates in this mode: another mode may count differently.
+    The result is limited to the number of updates in the slots: another mode counts differently.
+
+    Args:
+        job: The run.
+        before: See `mpips.optim.Rule`.
     """
     if job.config.mode == "easgd":  # each worker has its own count
         return {}
     if job.checkpoint is None:
         rule_state: RuleState | None = getattr(job.problem, "rule_state", None)
         return dict(rule_state.skipped) if rule_state is not None else {}
-    state, c = job.checkpoint.state, job.config
-    most = int(state.get("step", 0)) * (c.round_steps if c.mode == "local_sgd" else 1)
-    most += int(state.get("steps_before", 0))
-    return {name: min(n, most) for name, n in state.get("skipped", {}).items()}
+    saved = job.checkpoint
+    most = before + saved.step * _times_applied(job.config)
+    return {name: min(n, most) for name, n in saved.state.get("skipped", {}).items()}
 
 
 def skipped_updates(job: "Job", now: Mapping[Range, int]) -> dict[str, int]:
@@ -81,7 +114,8 @@ def skipped_updates(job: "Job", now: Mapping[Range, int]) -> dict[str, int]:
         job: The run.
         now: Updates of this job that were made without an array, by its range.
     """
-    counts, names = skipped_before(job), {at: name for name, at in job.layout.slices().items()}
+    counts = skipped_before(job, job.rule.before)
+    names = {at: name for name, at in job.layout.slices().items()}
     for array, count in now.items():
         counts[names[array]] = counts.get(names[array], 0) + count
     return counts

@@ -73,6 +73,9 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     plan.add("auto", 3, ("--epochs", "3", "--resume", "--mode", "sync", "--servers", "1"))
     plan.add("turned", 3, (*SHORT, "--mode", "sync"))
     plan.add("turned", 3, ("--resume", "--mode", "async", "--epochs", "3"))
+    plan.add("elastic", 3, (*SHORT[:2], "--epochs", "1", "--mode", "easgd"))
+    each = ("--checkpoint-every", "1steps", "--keep", "1000")
+    plan.add("elastic", 3, ("--resume", "--mode", "sync", "--epochs", "2", *each))
     plan.run(4 * LIMIT_S)
     return plan
 
@@ -140,6 +143,13 @@ def test_resume_auto_starts_and_goes_on(plan: Plan) -> None:
 @pytest.mark.parametrize("name", ["auto", "turned"])
 def test_a_run_that_goes_on_in_another_mode_is_complete(name: str, plan: Plan) -> None:
     assert check_run(plan.out(name)) == []
+
+
+def test_slots_that_begin_anew_count_from_one(plan: Plan) -> None:
+    """Replicas had them before. The first step of Adam, from slots of zeros, is its rate."""
+    folders = list_checkpoints(plan.out("elastic"))
+    before, after = (newest(folder).read_params() for folder in folders[1:3])
+    assert np.abs(after - before).max() == pytest.approx(Config().learning_rate, rel=1e-3)
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
