@@ -120,6 +120,8 @@ class SurvivingCoordinator(Coordinator):
         workers = self._cluster.roles.workers
         worker = workers.index(rank)
         self.lost[rank] = pushes
+        if rank == 0:  # it had locked the run's folder
+            self._lock()
         if len(self.lost) == len(workers) and not self._ended:
             got, remedy = "every worker has died", "the run goes on by --resume"
             raise Lost(got, "one that goes on", remedy)
@@ -130,6 +132,12 @@ class SurvivingCoordinator(Coordinator):
         text = f"worker {worker} (rank {rank} on {host}) has died; its {len(numbers)} open batches "
         self._log.warn(text + "go to the others")
         self._log.event("lost", self.step, rank=rank, worker=worker, batches=len(numbers))
+
+    def _lock(self) -> None:
+        """Lock the run's folder in place of a dead rank."""
+        folder = self._job.run_folder
+        if folder is not None and (out := folder.path()) is not None and not is_claimed(out):
+            claim(out)
 
     def _taken_over(self, source: int, payload: tuple[Any, ...]) -> None:
         """Continue without a dead server, whose shard another server has just taken over.

@@ -28,6 +28,7 @@ from runs import (
 )
 from supervised import N, Supervised, counting_words
 
+from mpips.checkpoint.run_folder import is_claimed
 from mpips.launch import mpirun
 from mpips.launch.heartbeat import Terms
 from mpips.launch.watch import Heartbeats
@@ -253,6 +254,17 @@ def test_workers_that_die_are_left_out(mode: str, options: str, tmp_path: Path) 
     s = assert_went_on(told, out, 40, [3, 4])
     assert [row.get("lost", False) for row in s["per_worker"]][-2:] == [True, True]
     assert lost(out, "rank") == [3, 4]
+
+
+@survived
+def test_the_lock_outlives_rank_0(tmp_path: Path) -> None:
+    """It has locked the folder of the run for the coordinator, which is another rank."""
+    out, words = tmp_path / "out", counting_words(tmp_path, 40, "--server-ranks", "1")
+    with Supervised(tmp_path, 4, words) as job:
+        os.kill(job.wait_for_training(out, 1)[0], signal.SIGKILL)
+        job.wait_for(lambda: LEFT_OUT in job.output)
+        assert is_claimed(out)
+        assert_went_on(job.wait(0), out, 40, [0])
 
 
 def lost(out: Path, kind: str) -> list[int]:
