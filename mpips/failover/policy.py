@@ -65,6 +65,7 @@ def _needs_all_in_rounds(job: Job) -> str:
     c, ranks = job.config, job.cluster
     conditions = {
         f"--codec {c.codec} between nodes": c.codec != "none" and ranks.nodes > 1,
+        f"--pull-codec {c.pull_codec} between nodes": c.pull_codec != "none" and ranks.nodes > 1,
         "--window private": c.window != "shared",
         "--reduce allreduce": c.reduce == "allreduce",
         "--servers": ranks.roles.servers and c.mode != "hybrid",

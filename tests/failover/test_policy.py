@@ -151,6 +151,7 @@ def test_rounds_need_all_ranks_where_mpi_ends_them(
         ("a table --mode hybrid --node-size 3 --server-ranks 1,4", (2, 5)),
         ("--node-size 1", "one worker a node"),
         ("--node-size 2 --codec fp16", "--codec fp16 between nodes"),
+        ("--node-size 2 --pull-codec fp16", "--pull-codec fp16 between nodes"),
         ("--window private", "--window private"),
         ("--reduce allreduce", "--reduce allreduce"),
         ("--servers 1", "--servers"),
