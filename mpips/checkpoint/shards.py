@@ -16,6 +16,7 @@ import numpy as np
 from mpips.checkpoint.files import (
     FORMAT,
     INDEX,
+    OWN_FILE,
     PathLike,
     create_h5,
     damaged,
@@ -247,10 +248,11 @@ def shard_problem(folder: Path, record: ShardRecord, *, sums: bool) -> UserError
 
 
 def _namesake(folder: Path, record: ShardRecord) -> str:
-    """Return a hint if a file of another name has the content of a missing one."""
+    """Return a hint if a file of a name of its own has the content of a missing one."""
     for other in sorted(folder.iterdir()) if folder.is_dir() else []:
-        same_size = other.is_file() and other.stat().st_size == record.bytes
-        if same_size and file_sha256(other) == record.sha256:
+        # Others' files are not read: many may be missing, and these are large.
+        renamed = not OWN_FILE.fullmatch(other.name) and other.is_file()
+        if renamed and other.stat().st_size == record.bytes and file_sha256(other) == record.sha256:
             return f" (its content is in {other.name}: rename that to {record.file})"
     return ""
 

@@ -303,6 +303,24 @@ def test_what_is_wrong_with_a_shard_is_said(
             open_checkpoint(folder)
 
 
+def test_a_missing_shard_is_not_looked_for_in_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be many and large, and each would be read for each that is missing."""
+    folder, read = save(tmp_path, parts=5), list[str]()
+    digest = hashlib.file_digest
+    for number in (1, 3):
+        (folder / f"shard-{number:04d}.h5").unlink()
+
+    def counted(file: Any, name: Any) -> Any:
+        read.append(Path(file.name).name)
+        return digest(file, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", counted)
+    assert len(verify(folder)) == 2
+    assert sorted(set(read) - {"index.h5"}) == sorted(name for name in read if name != "index.h5")
+
+
 def test_a_folder_under_the_name_of_another_step(tmp_path: Path) -> None:
     save(tmp_path, 7).rename(tmp_path / "step-000000000009")
     (problem,) = verify(tmp_path)
