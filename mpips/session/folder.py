@@ -374,4 +374,5 @@ def _start_checkpoint(config: Config) -> tuple[Path | None, list[str]]:
         return file, []
     remedy = "give a run's folder, a step-... folder in its checkpoints, or a file"
     found, notes = need_whole(file, f"--init-from {file}", remedy)
-    return found.path, notes
+    # A run moves its link to the best, and all ranks must read the same checkpoint.
+    return found.path.resolve() if found.path.is_symlink() else found.path, notes

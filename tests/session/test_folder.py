@@ -213,6 +213,19 @@ def saved_run(out: Path, config: Config, step: int = 7) -> None:
     commit(at, Contents(step, *about), keep=1)
 
 
+def test_a_link_to_a_checkpoint_may_move(tmp_path: Path) -> None:
+    """Each rank opens what it pointed to: the run of a link may find a better one meanwhile."""
+    best, (first, second) = tmp_path / "best", (tmp_path / name for name in "ab")
+    for out, step in ((first, 7), (second, 8)):
+        saved_run(out, Config(), step)
+        best.unlink(missing_ok=True)
+        best.symlink_to(list_checkpoints(out)[0])
+        if step == 7:
+            found = find(tmp_path / "run", "--init-from", str(best)).checkpoint
+    assert found is not None
+    assert open_checkpoint(found).step == 7
+
+
 def test_a_folder_is_made_anew_where_there_is_no_other(tmp_path: Path) -> None:
     out = tmp_path / "run"
     out.mkdir()
