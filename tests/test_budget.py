@@ -11,8 +11,8 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39383
-TESTS = 36500  # all lines of tests and of their helpers, likewise
+TOTAL = 39389
+TESTS = 36554  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 61,
@@ -37,7 +37,7 @@ BUDGET = {
     "ps": 2239,
     "rounds": 2390,
     "session": 1787,
-    "snapshot": 709,
+    "snapshot": 715,
     "strategies": 429,
     "tables": 1490,
     "tools": 5677,

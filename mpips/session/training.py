@@ -287,8 +287,8 @@ def _gather(
         if kind in ("eval", "log"):  # arrived after the end of training
             log.heard(kind, payload)
     is_new = outcome.samples > job.base_samples or not finished
-    # With an average, these metrics are of other parameters.
-    if job.evaluations is not None and not job.config.eval_ema:
+    # With an average, these metrics are of other parameters. The best is a checkpoint.
+    if job.evaluations is not None and not (job.config.eval_ema or outcome.unsaved):
         job.evaluations.add_last(outcome.step, outcome.epochs, means)
     elif means and is_new and log.last_eval.get("step") != outcome.step:
         log.heard("eval", {"step": outcome.step, **means, "epoch": round(outcome.epochs, 4)})

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpips.checkpoint.files import INDEX, step_folder
+from mpips.checkpoint.files import INDEX, folder_step, step_folder
 from mpips.checkpoint.run_folder import BEST, CHECKPOINTS
 from mpips.config import Config
 from mpips.health import status_board
@@ -120,11 +120,22 @@ class Evaluations:
         link.spare(survivable)
         for rank in link.evaluators:
             link.send(rank, "begin", survivable)
-        if known["pending"] is not None:  # it was not finished when the checkpoint was saved
-            step, epoch = known["pending"]
+        pending = self._best_end() or known["pending"]  # not finished when it was saved
+        if pending is not None:
+            step, epoch = pending
             if (step_folder(job.out / CHECKPOINTS, step) / INDEX).exists():
                 self._pending = step, epoch
                 self.saved(step)
+
+    def _best_end(self) -> tuple[int, float] | None:
+        """Return step and epoch of the state that the run had ended with, if it was the best.
+
+        It was evaluated after its checkpoint was saved, so the standing does not contain it.
+        """
+        step, known = self._job.base_step, self.standing.best_step
+        if folder_step((self._job.out / BEST).resolve()) != step or known == step:
+            return None
+        return step, round(self._job.allocator().epochs_done, 4)
 
     def due(self, epochs: float) -> bool:
         """Return whether an evaluation is due, and so a checkpoint."""

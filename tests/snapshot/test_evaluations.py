@@ -35,6 +35,8 @@ from mpips.tables.saved_rows import SavedRows
 
 SAMPLES = 160
 TOLERANCE = 1e-5  # chunks of other sizes round in another way
+PEAKED = ROOT / "tests" / "problems" / "peaked.py"  # lowest in the middle of a run
+ENDS = "--mode sync --optimizer sgd --lr 1 --keep-best --keep 1 --eval-every 2"
 SAME = f"{ROOT / 'benchmarks' / 'sleeping_model.py'}:SleepingModel"  # its loss is always 1
 CLICKS = f"--problem factorization_machine --dataset {ROOT / 'jobs' / 'clicks.svm'} --batch-size 32"
 MODES = {  # ranks, options
@@ -86,6 +88,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
             add(f"patience {name}", 3, *same)
             add(f"patience {name}", 3, *same, "--resume")
         add("target", 3, *own, "--target-accuracy", "0.3", *endless, *one)
+        last = [*own, *one, *ENDS.split()]
+        for epochs in ("3", "8"):
+            more = ["--problem", f"{PEAKED}:Peaked", "--epochs", epochs]
+            add("last", 3, *last, *more, *["--resume"] * (epochs == "8"))
+        add("unsaved", 3, *last, "--problem", f"{PEAKED}:NeverPeaked", "--epochs", "3", code=1)
         best = ["--init-from", str(plan.out("async") / "best"), "--eval-only"]
         add("eval only", 2, *slow, *best, quiet=False)
     plan.run(150)
@@ -158,6 +165,16 @@ def test_the_best_goes_on_through_stops(runs: Plan) -> None:
     assert (found["best_step"], found["best_loss"]) == (standing.best_step, standing.best_loss)
     assert newest(out / "best").step == standing.best_step
     assert len(list_checkpoints(out)) <= 4, "two, the best, and one that is being evaluated"
+
+
+@pytest.mark.launch
+@pytest.mark.one_mpi
+def test_the_best_is_there(runs: Plan) -> None:
+    """Also if it was the last state of a run that goes on; never one that was not saved."""
+    out = runs.out("last")
+    lowest = min(curve(out), key=lambda line: line["loss"])
+    assert newest(out / "best").step == summary(out)["best_step"] == lowest["step"]
+    assert not (runs.out("unsaved") / "best").is_symlink()
 
 
 @pytest.mark.launch
