@@ -8,8 +8,9 @@ from typing import Any, TypeAlias
 
 from mpips.checkpoint.files import committed, folder_step
 from mpips.checkpoint.reader import Checkpoint, open_checkpoint
-from mpips.checkpoint.run_folder import DONE, SUMMARY
-from mpips.config.jobfile import from_toml
+from mpips.checkpoint.run_folder import CONFIG, DONE, SUMMARY
+from mpips.config import Config
+from mpips.config.jobfile import from_toml, read_toml, resolve
 from mpips.config.names import SERVED
 from mpips.errors import UserError
 
@@ -45,7 +46,7 @@ def check_ledger(out: Path) -> list[str]:
         return [f"{SUMMARY}: no sound {', '.join(bad)}: it was edited, or is of another version"]
     return [
         f"{name} {got}, expected {wanted}: {meaning}"
-        for name, got, wanted, meaning in _claims(summary, newest)
+        for name, got, wanted, meaning in _claims(summary, newest, _asked(out, newest))
         if got != wanted
     ]
 
@@ -57,12 +58,19 @@ def _newest(out: Path) -> Checkpoint | None:
     return None
 
 
+def _asked(out: Path, newest: Checkpoint) -> Config:
+    """Return the last job's options; the checkpoint has others if the job had nothing to save."""
+    with contextlib.suppress(UserError):
+        return resolve({}, saved=read_toml(out / CONFIG))
+    return from_toml(newest.config)
+
+
 Claim: TypeAlias = tuple[str, Any, Any, str]
 """Name of a value, its actual and its expected value, and the meaning of a difference."""
 
 
-def _claims(summary: dict[str, Any], newest: Checkpoint) -> Iterator[Claim]:
-    """Yield the conditions on a run's summary, its last checkpoint and its configuration."""
+def _claims(summary: dict[str, Any], newest: Checkpoint, asked: Config) -> Iterator[Claim]:
+    """Yield the conditions on a run's summary, its last checkpoint and its configurations."""
     state, config, step = newest.state, from_toml(newest.config), summary["global_step"]
     allocator = state["allocator"]
     other = f"{SUMMARY} and the last checkpoint are of different moments of the run"
@@ -76,12 +84,12 @@ def _claims(summary: dict[str, Any], newest: Checkpoint) -> Iterator[Claim]:
         missing = "the parameters lack the gradients of these batches"
         yield "batches that were not applied", allocator["pending"], [], missing
         early = "the last checkpoint is from before the end of the last epoch"
-        yield "epoch and position", allocator["cursor"], [config.epochs, 0], early
-        counted, n = "samples were left out, or counted twice", config.epochs * state["n_train"]
+        yield "epoch and position", allocator["cursor"], [asked.epochs, 0], early
+        counted, n = "samples were left out, or counted twice", asked.epochs * state["n_train"]
         yield "samples of all epochs", state["samples"], n, counted
     if summary["stop_reason"] == "steps":
         meaning = "not every worker has done all of its steps, and no more"
-        yield "steps of the workers", sorted(set(allocator["clocks"])), [config.steps], meaning
+        yield "steps of the workers", sorted(set(allocator["clocks"])), [asked.steps], meaning
     # A summary counts only the pushes since the last start.
     sent, applied = summary["pushes_sent"], summary["pushes_applied"]
     yield "pushes sent", sent, applied, "gradients that workers sent were lost, or applied twice"

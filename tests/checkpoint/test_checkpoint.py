@@ -567,6 +567,18 @@ def test_verify_of_a_run_says_what_a_difference_means(
     assert f"{out}: {told}" in capsys.readouterr().out
 
 
+def test_verify_of_a_run_that_was_shortened(tmp_path: Path, capsys: Any) -> None:
+    """Resumed with no more epochs than it has made, it saves nothing: its file has their number."""
+    allocator = {"clocks": [25, 25], "pending": [], "cursor": [2, 0]}
+    state = {"allocator": allocator, "n_train": 100, "samples": 200}
+    out, ended = tmp_path / "run", {"samples": 200, "stop_reason": "epochs"}
+    save(out / "checkpoints", 50, config="epochs = 9\n", state=state)
+    (out / "config.toml").write_text("epochs = 2\n")
+    (out / "summary.json").write_text(json.dumps(SUMMARY | ended))
+    (out / "DONE").touch()
+    assert main(["verify", "--run", str(out)]) == 0, capsys.readouterr().out
+
+
 def test_export(run_directory: Path, tmp_path: Path, capsys: Any) -> None:
     output = tmp_path / "out.npz"
     assert main(["export", str(run_directory), "-o", str(output)]) == 0
