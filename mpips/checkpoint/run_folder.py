@@ -33,6 +33,7 @@ import fcntl
 import json
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
@@ -61,6 +62,7 @@ REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or give another --out"),
 }
 LINE_BYTES = 4096  # `Tail` compares at most so many bytes before its position
+PAUSES_S = 0.01, 0.1, 0.3  # between attempts to lock a file
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 _held: list[IO[str]] = []
@@ -127,7 +129,7 @@ def claim(out: Path) -> None:
     with writing_to(out):
         lock = open(out / LOCK, "a")  # noqa: SIM115  (held until release)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(lock)
     except BlockingIOError:
         lock.close()
         got, remedy = f"--out {out} is in use by a running job", "choose another --out"
@@ -136,6 +138,22 @@ def claim(out: Path) -> None:
         if problem.errno not in NO_LOCKS:  # a file system without locks
             raise
     _held.append(lock)
+
+
+def _lock(file: IO[str]) -> None:
+    """Lock a file. Another process may hold its lock for a moment, in `is_claimed`.
+
+    Raises:
+        BlockingIOError: If it is locked for longer.
+    """
+    for pause_s in PAUSES_S:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(pause_s)
+        else:
+            return
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def write_ranks(out: Path, where: Sequence[tuple[str, int, int]]) -> None:

@@ -71,6 +71,14 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
         claim(tmp_path)
 
 
+def test_a_look_at_a_folder_keeps_no_job_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process that asks whether it is in use locks it for a moment."""
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=[BlockingIOError, None]))
+    claim(tmp_path)
+
+
 def test_a_checkpoint_is_read_whoever_has_locked_it(tmp_path: Path) -> None:
     """HDF5 is asked for no locks: its own would be refused here."""
     saved_run(tmp_path / "run", Config())
