@@ -22,12 +22,13 @@ Lines of metrics.jsonl:
 
 import json
 import math
+import os
 import resource
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import numpy as np
 
@@ -131,8 +132,8 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115  (closed by close)
-        self._unwritten, self._failed = b"", False
+        self._file, self._unwritten = _appending(path)
+        self._failed = False
 
     def append(self, row: Mapping[str, Any]) -> str | None:
         """Append a row, and return the result of `flush`."""
@@ -152,12 +153,20 @@ class MetricsFile:
 
     def reopen(self, path: Path) -> None:
         """Continue in another file: the old one is gone."""
+        file, end = _appending(path)
         self._file.close()
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115  (closed by close)
+        self._file, self._unwritten = file, end + self._unwritten
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _appending(path: Path) -> tuple[IO[bytes], bytes]:
+    """Open a file to append rows; return it, and the end of a row that was cut off in it."""
+    file = open(path, "ab+", buffering=0)  # noqa: SIM115  (closed by close)
+    size = file.seek(0, os.SEEK_END)
+    return file, b"\n" * (size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n")
 
 
 def finite(value: Any) -> Any:

@@ -155,6 +155,25 @@ def test_a_line_is_there_at_once(path: Path) -> None:
             assert [row["step"] for row in rows(path)] == [1, 2][:step]
 
 
+def test_a_line_that_was_cut_off_stays_by_itself(path: Path) -> None:
+    """A full disk or a crash has left a part of it; the next job begins a line of its own."""
+    path.write_text('{"kind": "train", "st')
+    for step in (1, 2):
+        with Log(path, 0.0) as log:
+            log.event("start", step)
+    first, *others = path.read_text().splitlines()
+    assert first == '{"kind": "train", "st'
+    assert [json.loads(line)["step"] for line in others] == [1, 2]
+
+
+def test_a_log_that_cannot_be_reopened_goes_on(path: Path) -> None:
+    with Log(path, 0.0) as log:
+        with pytest.raises(FileNotFoundError):
+            log.reopen(path.parent / "none" / path.name)
+        log.event("start", 1)
+    assert [row["step"] for row in rows(path)] == [1]
+
+
 def test_json_is_written_whole_without_nan(path: Path) -> None:
     value = {
         "a": math.nan,
