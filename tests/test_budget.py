@@ -12,7 +12,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
 TOTAL = 39411
-TESTS = 36593  # all lines of tests and of their helpers, likewise
+TESTS = 36604  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 61,
@@ -33,7 +33,7 @@ BUDGET = {
     "mpi": 1796,
     "optim": 969,
     "planning": 2485,
-    "problems": 932,
+    "problems": 933,
     "ps": 2239,
     "rounds": 2390,
     "session": 1793,

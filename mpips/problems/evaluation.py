@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 CHUNK = 1024
 SHOWN = 8  # numbers in a message
+ROUNDING = 1e-9  # tolerance in epochs, or in distances of evaluations
 
 
 def evaluate(
@@ -177,9 +178,10 @@ def check_written(layout: Layout, flat: np.ndarray, loss: float) -> None:
 def next_evaluation(epoch: float, every: float) -> float:
     """Return the first multiple of `every` epochs after `epoch`; infinity if `every` is 0.
 
-    So a resumed run evaluates at the same epochs as an uninterrupted one.
+    So a resumed run evaluates at the same epochs as an uninterrupted one. Multiples of a decimal
+    number are rounded to it: 3 * 0.1 is more than 0.3.
     """
-    return (math.floor(epoch / every) + 1) * every if every else math.inf
+    return round((math.floor(epoch / every + ROUNDING) + 1) * every, 9) if every else math.inf
 
 
 def share(samples: int, part: int, parts: int) -> tuple[int, int]:

@@ -28,12 +28,11 @@ from mpips.health import status_board
 from mpips.mpi.abort import Lost
 from mpips.mpi.evaluator_link import Link
 from mpips.planning.job import Job
-from mpips.problems.evaluation import add_up, next_evaluation
+from mpips.problems.evaluation import ROUNDING, add_up, next_evaluation
 
 if TYPE_CHECKING:
     from mpips.session.metrics import Log
 
-ROUNDING = 1e-9  # tolerance in epochs
 PAUSE_S = 0.005
 TELL_S = 1.0
 # Answer of an evaluator: sums of the metrics over its share of the samples, or an error message.

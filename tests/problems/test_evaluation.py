@@ -148,6 +148,17 @@ def test_evaluations_are_where_an_uninterrupted_run_has_them() -> None:
     assert next_evaluation(3.0, 0) == math.inf
 
 
+@pytest.mark.parametrize("every", [0.1, 0.2, 0.05, 0.7])
+def test_evaluations_are_at_multiples_of_their_distance(every: float) -> None:
+    """Of a run of 100 updates an epoch: none is late, none comes twice."""
+    due, found = next_evaluation(0, every), list[int]()
+    for update in range(1, 701):
+        if update / 100 >= due:
+            found.append(update)
+            due = next_evaluation(update / 100, every)
+    assert found == list(range(round(100 * every), 701, round(100 * every)))
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("size", "accumulate"), [(8, 4), (7, 3), (1, 5), (32, 1)])
 def test_gradient_is_that_of_one_large_batch(dtype: str, size: int, accumulate: int) -> None:
