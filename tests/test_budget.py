@@ -11,8 +11,8 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39411
-TESTS = 36604  # all lines of tests and of their helpers, likewise
+TOTAL = 39414
+TESTS = 36618  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 61,
@@ -36,7 +36,7 @@ BUDGET = {
     "problems": 933,
     "ps": 2239,
     "rounds": 2390,
-    "session": 1793,
+    "session": 1796,
     "snapshot": 715,
     "strategies": 429,
     "tables": 1490,

@@ -390,6 +390,9 @@ def initial_of(found: Run, layout: Layout) -> "Checkpoint | ParameterFile | None
     if not found.resumed and is_parameter_file(path):
         from mpips.checkpoint.exchange import ParameterFile
 
+        if found.config.eval_only and found.config.eval_ema:
+            remedy = "export --ema writes the average as parameters"
+            raise UserError(f"eval_ema with {path}", "a run or a checkpoint", remedy)
         return ParameterFile(path, layout, dtype)
     saved = open_checkpoint(path)
     check_checkpoint(saved, layout, dtype)

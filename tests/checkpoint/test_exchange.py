@@ -2,6 +2,7 @@
 
 import sys
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ from mpips.checkpoint import TableRows, begin_step, write_rows
 from mpips.checkpoint.__main__ import main
 from mpips.checkpoint.exchange import ParameterFile
 from mpips.checkpoint.files import is_parameter_file
+from mpips.config import Config
 from mpips.errors import UserError
 from mpips.layout import Layout
+from mpips.session.folder import Run
+from mpips.session.setup import initial_of
 
 SUFFIXES = pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
 SMALL = Layout.of({"a.weight": (3, 2), "scale": (), "b": (4,)})
@@ -80,6 +84,16 @@ def test_a_missing_package_names_the_extra(
     assert main(["export", str(run_directory), "-o", str(output)]) == 2
     assert "pip install 'mpips[torch]'" in capsys.readouterr().err
     assert not output.exists()
+
+
+def test_a_file_has_no_average(tmp_path: Path) -> None:
+    """It has one of the two, and does not say which: to evaluate the other is refused."""
+    path = write(tmp_path / "in.npz", small())
+    found = Run(Config(eval_only=True, init_from="in.npz", out="out"), tmp_path, path, False, [])
+    assert isinstance(initial_of(found, SMALL), ParameterFile)
+    found.config = replace(found.config, eval_ema=True)
+    with pytest.raises(UserError, match=r"eval_ema with .*in\.npz, expected a run or a checkpoint"):
+        initial_of(found, SMALL)
 
 
 @SUFFIXES
