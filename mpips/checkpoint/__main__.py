@@ -1,6 +1,7 @@
 """Checkpoint tool: ``python -m mpips.checkpoint {list,inspect,verify,export} DIR``."""
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 
@@ -74,12 +75,19 @@ def list_all(args: argparse.Namespace) -> int:
     checked = [(folder, verify(folder)) for folder in find(args)]
     newest = next((folder for folder, problems in reversed(checked) if not problems), None)
     for folder, problems in checked:
-        size = sum(p.stat().st_size for p in folder.iterdir() if p.is_file())
+        size = _size(folder)
         verdict = "; ".join(problems) or ("whole, newest" if folder == newest else "whole")
         step = folder_step(folder.resolve())
         name = folder.name if step is None else f"step {step}"
         print(f"{name:<16} {human_bytes(size):>10}  {verdict}")
     return Exit.DONE
+
+
+def _size(folder: Path) -> int:
+    """Return the size of a folder's files; 0 if a running job has removed it meanwhile."""
+    with contextlib.suppress(OSError):
+        return sum(p.stat().st_size for p in folder.iterdir() if p.is_file())
+    return 0
 
 
 def inspect(args: argparse.Namespace) -> int:

@@ -504,6 +504,22 @@ def test_list_inspect_and_verify(run_directory: Path, capsys: Any) -> None:
     assert main(["verify", str(run_directory / "checkpoints" / "step-000000000010")]) == 0
 
 
+def test_a_checkpoint_may_go_as_it_is_listed(
+    run_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A running job removes old ones."""
+
+    def verified(folder: Path) -> list[str]:
+        problems = verify(folder)
+        if folder_step(folder) == 10:
+            shutil.rmtree(folder)
+        return problems
+
+    monkeypatch.setattr("mpips.checkpoint.__main__.verify", verified)
+    assert main(["list", str(run_directory)]) == 0
+    assert re.search("step 10 +0 B  whole", capsys.readouterr().out)
+
+
 SUMMARY = {
     "global_step": 50, "samples": 1600, "pushes_sent": 50, "pushes_applied": 50,
     "stop_reason": "steps", "resumed_from": None,
