@@ -8,6 +8,7 @@ rest.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -171,10 +172,11 @@ def check_names(names: Sequence[str]) -> None:
     A slash makes a group (``layer1/w``). So no name may be the group of another name.
     """
     taken = {"/".join(n.split("/")[:k]) for n in names for k in range(1, n.count("/") + 1)}
+    counts = Counter(names)
     for name in names:
         if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
             raise UserError(f"array name {name!r}", "parts that are neither empty nor dots")
-        if name in taken or list(names).count(name) > 1:
+        if name in taken or counts[name] > 1:
             raise UserError(f"array name {name!r}", "a name that is not another's or its group")
 
 

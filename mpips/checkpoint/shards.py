@@ -6,6 +6,7 @@ rest of the vector reads as zero and takes no space in the file.
 """
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -306,6 +307,7 @@ def map_arrays(file: "h5py.File", source: str, contents: "Contents") -> None:
     import h5py
 
     dtype, group = contents.dtype, file.require_group(source)
+    begins = [record.begin for record in contents.shards]
     sources = [h5py.VirtualSource(s.file, source, (s.size,), dtype) for s in contents.shards]
     for shape, (name, (first, last)) in zip(
         contents.layout.shapes, contents.layout.slices().items(), strict=True
@@ -314,7 +316,8 @@ def map_arrays(file: "h5py.File", source: str, contents: "Contents") -> None:
             group.create_dataset(name, shape, dtype)
             continue
         target = h5py.VirtualLayout(shape, dtype)
-        for record, whole in zip(contents.shards, sources, strict=True):
+        for k in range(bisect_right(begins, first) - 1, bisect_left(begins, last)):
+            record, whole = contents.shards[k], sources[k]
             begin, end = max(first, record.begin), min(last, record.end)
             at = begin - record.begin
             for box in boxes(shape, begin - first, end - first):

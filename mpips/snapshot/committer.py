@@ -186,8 +186,8 @@ class Committer:
             self._folder_made(pending, self._making)
             return False
         if committing is None:
-            writers = *self._job.cluster.roles.owners, *pending.keepers
-            if len(pending.answers) == len(writers):
+            owners = self._job.cluster.roles.owners
+            if len(pending.answers) == len(owners) + len(pending.keepers):
                 self._all_answered(pending)
             return False
         if not committing.done():
