@@ -131,7 +131,7 @@ class OwnRule(Rule):
 
     def check(self, dtype: np.typing.DTypeLike) -> None:
         """See `Rule.check`: calls `step` from Python, and then compiled."""
-        step, rates = step_of(self.kind), OwnRule.scalars(self, 1, PROBE[1])
+        step, rates = step_of(self.kind), OwnRule.scalars(self, 1 - self.before, PROBE[1])
         vectors = _try(self.kind, step, rates, np.dtype(dtype))
         try:
             dense(step)(*vectors, *rates)

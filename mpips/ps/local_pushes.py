@@ -115,7 +115,7 @@ class Rates:
 
 def rate_rows(rule: Rule, count: int) -> np.ndarray:
     """Return rows for `mpips.kernels.exchange.serving` without known learning rates (NaN)."""
-    rows = np.zeros((count, 1 + 3 * len(rule.scalars(1, 0.0))))
+    rows = np.zeros((count, 1 + 3 * len(rule.scalars(1 - rule.before, 0.0))))
     rows[:, 0] = np.nan
     return rows
 

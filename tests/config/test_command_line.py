@@ -76,6 +76,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     plan.add("elastic", 3, (*SHORT[:2], "--epochs", "1", "--mode", "easgd"))
     each = ("--checkpoint-every", "1steps", "--keep", "1000")
     plan.add("elastic", 3, ("--resume", "--mode", "sync", "--epochs", "2", *each))
+    plan.add("elastic", 3, ("--resume", "--mode", "async", "--epochs", "3"))
     plan.run(4 * LIMIT_S)
     return plan
 
