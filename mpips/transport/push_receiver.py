@@ -124,18 +124,24 @@ class PushReceiver:
                 if self._is_here(body):
                     break
         for source in list(self._announced) if fetch else ():
+            if not self._has_room(limit):
+                break
             self._receive_from(source, limit)
 
     def _receive_from(self, source: int, limit: np.ndarray | None) -> None:
         """Begin to receive the announced bodies of a rank that are due, while places are free."""
         headers = self._announced.pop(source)
-        places = self._places + (0 if limit is None else self._more_places)
-        while headers and len(self._bodies) + (self._in_use is not None) < places:
+        while headers and self._has_room(limit):
             if not self._is_due(source, headers, limit) or not self._begin(source, headers[0]):
                 break
             headers.popleft()
         if headers:
             self._announced[source] = headers  # after the others: each sender has its turn
+
+    def _has_room(self, limit: np.ndarray | None) -> bool:
+        """Return whether a further body may be received now; see `attend`."""
+        places = self._places + (0 if limit is None else self._more_places)
+        return len(self._bodies) + (self._in_use is not None) < places
 
     def _begin(self, source: int, headers: np.ndarray) -> bool:
         """Begin to receive a body if it is arriving and all of the last one is; returns whether.

@@ -140,6 +140,26 @@ def test_an_aggregator_s_message_beyond_a_limit_is_taken_before_the_one_that_is_
     assert taken_up_to(np.array([4, 3]), line, receiver, applied) == [(0, 5), (1, 3)]
 
 
+@pytest.mark.usefixtures("pieces")
+def test_each_sender_has_its_turn() -> None:
+    """Also beside a worker that always has a further push announced."""
+    line, applied, taken = Line(1, 2), np.zeros(2, "i8"), list[int]()
+    receiver = line.receiver(applied, inbox=1)
+    for worker, seq in ((0, 1), (0, 2), (1, 1)):
+        line.send(worker, seq)
+    while len(taken) < 4:
+        receiver.give_back()
+        receiver.attend(None, fetch=True)
+        if line.asked:
+            line.let_in(0)
+        if (push := receiver.take()) is not None:
+            applied[push.worker] = push.seq
+            taken.append(push.worker)
+            if not push.worker:
+                line.send(0, push.seq + 2)
+    assert 1 in taken
+
+
 SIZE, MESSAGES, WORKERS = 20_000, 60, 6  # x / k * k is x for k up to 6
 SHARD = Shard(100, SIZE)
 
