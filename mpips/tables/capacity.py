@@ -13,11 +13,11 @@ import numpy as np
 
 from mpips.mpi.collectives import gather_all
 from mpips.mpi.world import Cluster
-from mpips.planning.table_rules import EVICTION_BYTES
 from mpips.planning.tables import JobTable, room_bytes
 
 Lines: TypeAlias = Mapping[tuple[str, int], int]  # lines by table and number of the owner
 KEY_BYTES = 27  # of a line at most: its key, its share of a stripe, and entries of two indices
+AGE_BYTES = 26  # and with eviction: the epoch of its last push, and as many entries again
 LEFT_PART = 16  # one of so many parts of a host's memory stays free
 
 
@@ -70,7 +70,7 @@ def divide(
     for table in tables:
         each = table.rule.width(table.dim) * itemsize + KEY_BYTES
         if table.table.evict_after is not None:
-            each += EVICTION_BYTES
+            each += AGE_BYTES
         owned = table.owned_by(owners)
         wanted += [(owned.count(k) * each, each, (table.name, k)) for k in here]
     lines = {}

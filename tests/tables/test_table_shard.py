@@ -396,9 +396,9 @@ def shared_bytes():
 LINE = 4 * 8 + KEY_BYTES  # bytes of a row of a lazy table
 
 
-def lazy_table(name, rows):
+def lazy_table(name, rows, **more):
     rule = make_row_rule(SGD())
-    return JobTable(name, Table(rows, 8, capacity="lazy"), rule, 0, 10, lambda step: 0.1)
+    return JobTable(name, Table(rows, 8, capacity="lazy", **more), rule, 0, 10, lambda step: 0.1)
 
 
 @pytest.mark.parametrize(
@@ -417,8 +417,10 @@ def test_small_tables_have_all_their_rows_first(room, small, large):
     assert len(found) == 4
 
 
-@pytest.mark.parametrize("most", [1, 767, 768, 769, 100_000, 393_217])
-def test_what_is_reserved_is_what_was_counted(most):
-    each = lazy_table("large", 1_000_000)
+@pytest.mark.parametrize("evict_after", [None, 1])
+@pytest.mark.parametrize("room", [80, *np.geomspace(50_000, 50_000_000, 20).astype(int).tolist()])
+def test_what_is_reserved_is_what_was_counted(room, evict_after):
+    each = lazy_table("large", 1_000_000, evict_after=evict_after)
+    most = divide([each], (0,), room, 1, 4)["large", 0]
     fields = row_fields(each.owned_by(1), 0, each.rule, "f4", most)
-    assert sum(field.nbytes for field in fields) <= most * LINE + (1 << 15)
+    assert sum(field.nbytes for field in fields) <= room + (1 << 15)
