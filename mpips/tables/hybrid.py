@@ -287,7 +287,7 @@ class PushedRows:
             before: Number of rounds before the read's round; inverted if the read is for no step.
         """
         before = max(before, ~before)
-        applied = min(self._server.ledger)
+        applied = int(self._server.applied.min())
         evicts = self._over is not None and before >= self._limit[0]  # before that round
         if not self._filled or needed > applied or evicts:
             return False
@@ -330,7 +330,7 @@ class PushedRows:
     def settle(self, step: int) -> None:
         """See `HybridTables.settle`. Blocks: until all pushes of this round are applied."""
         assert self._limit[0] == step, "pushes of a later round may be applied"
-        self._transfers.wait_until(lambda: not self.serve() and min(self._server.ledger) >= step)
+        self._transfers.wait_until(lambda: not self.serve() and self._server.applied.min() >= step)
         if self._server.recorder is not None:
             self._server.recorder.flush()
 
