@@ -11,8 +11,8 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39428
-TESTS = 36657  # all lines of tests and of their helpers, likewise
+TOTAL = 39429
+TESTS = 36693  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 61,
@@ -43,7 +43,7 @@ BUDGET = {
     "tools": 5677,
     "torch": 1615,
     "train.py": 84,
-    "transport": 1654,
+    "transport": 1655,
 }
 
 

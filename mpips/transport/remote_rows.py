@@ -52,6 +52,7 @@ class _RowsRequest:
     ) -> None:
         self._reads, self._remote = reads, remote
         self._places, self.rows, self.here = places, rows, 0
+        self._wanted = reads.wanted  # also of its later messages
         self._next = 0  # first place that is not requested yet
         self._coming: deque[tuple[Request, Chunks, np.ndarray, np.ndarray]] = deque()
         self._sending: list[Request] = []
@@ -75,7 +76,7 @@ class _RowsRequest:
         part = slice(self._next, self._next + most)
         places, rows = self._places[part], self.rows[part]
         self._next += len(places)
-        head = np.array([reads.number, len(places), *reads.wanted], np.int64).view("u1")
+        head = np.array([reads.number, len(places), *self._wanted], np.int64).view("u1")
         request_bytes = np.concatenate([head, sent.encode(places)])
         reads.bytes_sent += request_bytes.nbytes
         self._sending = [reads.arrays.begin_send(request_bytes, rank, TAG_WANTED)]
