@@ -152,6 +152,7 @@ class SurvivingCoordinator(Coordinator):
         self._replaced |= dead
         number, host = self._cluster.roles.servers.index(rank), self._cluster.hosts[rank]
         self._done.discard(rank)
+        self._epochs_sent = 0  # the dead server may not have evicted its old rows
         if begun < self.snapshots.begun:
             self.snapshots.forget(number)
         elif self.snapshots.under_way:
@@ -197,7 +198,7 @@ class SurvivingCoordinator(Coordinator):
             self.note()
         if self._settling is not None and self._settling.done():
             self.snapshots.begun, self.snapshots.again = self._settling.begun, True
-            self._settling = None
+            self._settling, self._epochs_sent = None, 0  # now all servers listen to this one
         super().advance()
 
     def _waits(self) -> bool:

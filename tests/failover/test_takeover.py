@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpips.config import Config
 from mpips.datasets.ledger import EXHAUSTED, Range, SampleAllocator
 from mpips.failover import coordinator_log
-from mpips.failover.coordinator_failover import Settling
+from mpips.failover.coordinator_failover import Settling, SurvivingCoordinator
 from mpips.failover.coordinator_log import (
     CoordinatorLog,
     SurvivingDispatcher,
@@ -24,7 +25,9 @@ from mpips.failover.coordinator_log import (
 )
 from mpips.failover.takeover import ended
 from mpips.kernels.atomics import observe, publish
+from mpips.layout import Layout
 from mpips.layout.roles import Roles
+from mpips.layout.tables import Table
 from mpips.mpi.process import STARTED, stat_of
 from mpips.ps.consistency import VectorClock
 from mpips.ps.coordinator import Checkpoints
@@ -204,6 +207,50 @@ def dispatcher_of(ranks: Any, allocator: SampleAllocator | None = None) -> Survi
         allocator = SampleAllocator(1000, 10, 3, epochs=1)
         record.save(allocator, {})
     return SurvivingDispatcher(ranks, ranks, allocator, record=record)
+
+
+def test_the_end_of_an_epoch_is_told_again() -> None:
+    """A server that has taken a shard over evicts old rows, and so do all of a new coordinator."""
+    ranks: Any = Ranks()
+    ranks.failures.lost, ranks.hosts = {3}, ["here"] * 7
+    job: Any = SimpleNamespace(
+        cluster=ranks, base_samples=0, evaluations=None, config=Config(optimizer="sgd"),
+        problem=SimpleNamespace(layout=Layout.of({"w": (9,)}, {"t": Table(9, 2, evict_after=1)})),
+        rate=lambda rate: rate, dtype=np.dtype("f8"),
+    )  # fmt: skip
+    nothing = lambda *what, **more: None  # noqa: E731
+    log: Any = SimpleNamespace(
+        due=bool, heard=nothing, event=nothing, warn=nothing, start_at=nothing, warnings=[],
+        last_eval=None,
+    )  # fmt: skip
+    committer: Any = SimpleNamespace(
+        poll=bool, busy=False, refused=False, note=nothing,
+        give_up_shard=lambda *what: False, is_due=lambda *what: False,
+    )  # fmt: skip
+    allocator = SampleAllocator(SAMPLES, SAMPLES, WORKERS, EPOCHS)
+    allocator.applied(0, *filter(None, [allocator.next(0)]))
+    server: Any = SimpleNamespace(version=1, ledger=[1, 0, 0])
+    snapshots = Checkpoints(job, committer)
+    dispatcher = dispatcher_of(ranks, allocator)
+    coordinator = SurvivingCoordinator(job, server, dispatcher, snapshots, log)
+
+    def told() -> list[Any]:
+        coordinator.advance()
+        coordinator.advance()
+        found = [payload for _, kind, payload in ranks.sent if kind == "over"]
+        ranks.sent.clear()
+        return found
+
+    assert told() == [(1, [1, 0, 0])]
+    assert told() == []
+    coordinator.handle(1, "taken over", ({3}, 3, 0, [1, 0, 0], 0.0, False))
+    assert told() == [(1, [1, 0, 0])]
+    state = {"samples_more": 0, "lost": {}, "stop": None, "diverged": None, "serving": {3: 1}}
+    coordinator.go_on(state, Settling(ranks))
+    for rank in range(3):
+        assert told() == []
+        coordinator.handle(rank, "settled", 0)
+    assert told() == [(1, [1, 0, 0])]
 
 
 def test_the_hand_out_goes_on() -> None:
