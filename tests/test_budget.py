@@ -11,8 +11,8 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39430
-TESTS = 36740  # all lines of tests and of their helpers, likewise
+TOTAL = 39432
+TESTS = 36792  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 61,
@@ -22,7 +22,7 @@ BUDGET = {
     "datasets": 2642,
     "errors.py": 57,
     "extras.py": 16,
-    "failover": 865,
+    "failover": 867,
     "health": 698,
     "jax": 414,
     "kernels": 1953,

@@ -147,10 +147,14 @@ class RemoteResender:
                 continue
             whole = final.get(rank) == observe(taken.store.applied, worker)
             if not (whole or taken.store.idle):
-                self._ask(rank)
+                self._ask(rank, final.get(rank, 0))
 
-    def _ask(self, rank: int) -> None:
+    def _ask(self, rank: int, needed: int = 0) -> None:
         """Ask for the pushes of a dead remote worker that the shards lack.
+
+        Args:
+            rank: Rank of the worker.
+            needed: Number of its pushes that must be applied.
 
         Raises:
             Lost: If no rank has them.
@@ -161,11 +165,13 @@ class RemoteResender:
             if not served.store.idle:
                 number = cluster.roles.servers.index(served.rank)
                 lacking.append((number, served.receiver.acknowledged.received(worker)))
+                half_applied, seq = served.store.resumes or (worker, 0)
+                needed = max(needed, seq if half_applied == worker else 0)
         resender = resender_of(cluster, rank)
         if resender is not None:
             self._asked[rank] = resender
             cluster.send(resender, "lacking", (rank, lacking))
-        elif len(self._owners) > 1:
+        elif len(self._owners) > 1 or any(got < needed for _, got in lacking):
             raise cluster.failures.needed()
         elif lacking:
             cluster.send(cluster.roles.servers, "left", (rank, lacking[0][1]))
