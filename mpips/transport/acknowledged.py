@@ -49,13 +49,13 @@ class Sending(ShardSender):
     def follow(self, rank: int, got: int) -> None:
         """Send to a new server of the shard from now on, and resend the open pushes.
 
-        Nothing changes if the rank is the present server or an earlier one.
+        Nothing changes if the rank is the present server, an earlier one, or dead.
 
         Args:
             rank: Rank that serves the shard.
             got: Number of pushes that are applied.
         """
-        if rank == self.rank or rank in self._earlier_ranks:
+        if rank == self.rank or rank in self._earlier_ranks | self._failures.lost:
             return
         self._earlier_ranks.add(self.rank)
         self.rank = rank

@@ -15,6 +15,7 @@ from mpips.layout.roles import Roles
 from mpips.mpi import window
 from mpips.mpi.start import BODIES, HEADERS, tag_of
 from mpips.optim import Sgd
+from mpips.transport.acknowledged import Sending
 from mpips.transport.channel import BUFFERS
 from mpips.transport.push import HEADER_WORDS, Push
 from mpips.transport.push_receiver import IN_TURN, PushReceiver
@@ -187,6 +188,17 @@ def announce(worker: Announced, grad: np.ndarray) -> None:
     worker.grads[seq % BUFFERS] = grad
     pack(worker.headers[seq % BUFFERS], worker.worker, seq, (0, seq, seq + 1), 1, 0.5, seq)
     publish(worker.words, PUSHED, seq)
+
+
+def test_a_report_from_a_dead_server_that_comes_late() -> None:
+    """A worker stays with the server that took the shard over from that one."""
+    begin = lambda call, what, rank, tag: call(what, rank, tag)  # noqa: E731
+    failures = SimpleNamespace(begin_send=begin, lost={1, 2})
+    cluster: Any = SimpleNamespace(arrays=Sent(), failures=failures)
+    sending = Sending(cluster, (0, 1, SHARD), member(0), Packing())
+    for rank in (3, 2):
+        sending.follow(rank, 0)
+    assert sending.rank == 3
 
 
 def arrives(aggregator: NodeAggregator, line: Sent, unpacker: Unpacker) -> Push:
