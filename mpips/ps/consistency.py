@@ -204,6 +204,7 @@ class VectorClock:
         self._learned: tuple[int, set[int], list[int]] | None = None
         self.held: list[tuple[int, bool, ReadRequirement]] = []
         self._answered: dict[int, ReadRequirement] = {}  # last requirement, by rank
+        self._cancelled: set[int] = set()  # ranks whose open read waits no longer
 
     def advance(self, *numbers: int) -> None:
         """Note that the updates of these batches are applied.
@@ -274,18 +275,16 @@ class VectorClock:
             publish(self._header, CLOCK, clock)
 
     def cancel_wait(self, rank: int) -> None:
-        """Answer a remote worker's read even if its requirement is not met. Blocks: no."""
-        self._answer(lambda reader, _: reader == rank)
+        """Have `let` answer a remote worker's open read even if its requirement is not met."""
+        self._cancelled |= {reader for reader, *_ in self.held if reader == rank}
 
     def let(self) -> None:
         """Answer all reads whose requirements are met. Call it between two updates. Blocks: no."""
         header, applied, worker = self._header, self._applied, self._workers
-        self._answer(lambda rank, needs: has_arrived(header, applied, worker[rank], needs))
-
-    def _answer(self, lets: Callable[[int, ReadRequirement], bool]) -> None:
         held, self.held = self.held, []
         for rank, consistent, needs in held:
-            if lets(rank, needs):
+            if rank in self._cancelled or has_arrived(header, applied, worker[rank], needs):
+                self._cancelled.discard(rank)
                 self._answered[rank] = needs
                 self._ask(rank, consistent)
             else:

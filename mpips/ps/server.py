@@ -344,8 +344,7 @@ class AsyncServer:
 
     def _cancel_wait(self, source: int, _: None) -> None:
         for served in self.shards:
-            if served.store.resumes is None:
-                served.store.clocks.cancel_wait(source)
+            served.store.clocks.cancel_wait(source)
 
     def _end(self, source: int, why: tuple[str, Iterable[int]]) -> None:
         if source == self._cluster.roles.coordinator:
