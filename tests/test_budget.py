@@ -11,14 +11,14 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39431
-TESTS = 36824  # all lines of tests and of their helpers, likewise
+TOTAL = 39433
+TESTS = 36826  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 61,
     "checkpoint": 1513,
     "codecs": 617,
-    "config": 1249,
+    "config": 1251,
     "datasets": 2642,
     "errors.py": 57,
     "extras.py": 16,

@@ -122,6 +122,8 @@ NEEDS = (
     Need("schedule", "step_every", ">= 1", of=("step",)),
     Need("schedule", "warmup_steps", ">= 1", of=("warmup",)),
     Need("pull_codec", "far_read", ("auto", "reply"), "only an owner packs", PULL_CODECS[2:]),
+    Need("far_read", "read", ("relaxed",), "a consistent read is a reply", ("get",)),
+    Need("prefetch", "read", ("relaxed",), "a server would pause for a whole step"),
     Need("codec", "reduce", ("auto", "shared"), UNPACKED),
     Need("pull_codec", "reduce", ("auto", "shared"), UNPACKED),
     Need("topk_momentum", "optimizer", ("sgd",), "the servers' rule would smooth once more"),

@@ -215,6 +215,8 @@ a.toml b.toml | a second job file 'b.toml', expected only one
 --codec int8 --mode easgd | codec 'int8' in mode easgd, expected mode async or ssp or sync or
 --codec int8 --mode sync --reduce allreduce | reduce 'allreduce', expected reduce 'auto' or 'shared'
 --pull-codec fp16 --far-read get | with far_read 'get', expected far_read 'auto' or 'reply'; only an
+--far-read get --read consistent | with read 'consistent', expected read 'relaxed'; a consistent
+--prefetch --read consistent | prefetch true with read 'consistent', expected read 'relaxed'
 --codec powersgd | codec 'powersgd' in mode async, expected mode sync
 --codec powersgd --mode sync --servers 1 --backup-workers 1 | with backup_workers 1, expected backup
 --codec powersgd --mode sync --pull-codec fp16 | pull_codec 'fp16', expected pull_codec 'none'
