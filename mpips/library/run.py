@@ -123,7 +123,7 @@ def run(
             evaluators call it.
         callbacks: Callbacks on steps, epochs, evaluations and checkpoints.
         tables: Tables of rows beside the parameters, by name; see `Worker.pull_rows`. The same on
-            every rank. Modes async, ssp and sync support tables.
+            every rank. Modes async, ssp, sync and hybrid support tables.
         **options: Options of the command line, with ``_`` for ``-``: ``mode="ssp"``, ``servers=2``,
             ``out="runs/mine"``, ``resume="auto"``; ``mpips guide options`` lists them. Options of
             built-in models and data files are not allowed. Values are the same on every rank, but
