@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from mpips import codecs
-from mpips.checkpoint import Checkpoint, open_checkpoint, run_folder
+from mpips.checkpoint import Checkpoint, run_folder
 from mpips.checkpoint.files import is_parameter_file
 from mpips.checkpoint.reader import check_checkpoint, check_length, check_samples
 from mpips.config import Config
@@ -394,6 +394,7 @@ def initial_of(found: Run, layout: Layout) -> "Checkpoint | ParameterFile | None
             remedy = "export --ema writes the average as parameters"
             raise UserError(f"eval_ema with {path}", "a run or a checkpoint", remedy)
         return ParameterFile(path, layout, dtype)
-    saved = open_checkpoint(path)
+    # The coordinator has checked all files. Each rank looks only at those that it reads.
+    saved = Checkpoint.of(path)
     check_checkpoint(saved, layout, dtype)
     return saved

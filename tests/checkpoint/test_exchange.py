@@ -11,7 +11,7 @@ import pytest
 from checkpoints import committed, vector, written
 from test_checkpoint import LAYOUT, save
 
-from mpips.checkpoint import TableRows, begin_step, write_rows
+from mpips.checkpoint import Checkpoint, TableRows, begin_step, write_rows
 from mpips.checkpoint.__main__ import main
 from mpips.checkpoint.exchange import ParameterFile
 from mpips.checkpoint.files import is_parameter_file
@@ -84,6 +84,22 @@ def test_a_missing_package_names_the_extra(
     assert main(["export", str(run_directory), "-o", str(output)]) == 2
     assert "pip install 'mpips[torch]'" in capsys.readouterr().err
     assert not output.exists()
+
+
+def test_a_rank_looks_only_at_files_that_it_reads(run_directory: Path) -> None:
+    """All files of a checkpoint for each of a thousand ranks are a million looks."""
+    path = run_directory / "checkpoints" / "step-000000000010"
+    read = Checkpoint.of(path).shards[0]
+    for other in path.glob("shard-*.h5"):
+        if other.name != "shard-0000.h5":
+            other.unlink()
+    saved = initial_of(Run(Config(), run_directory, path, True, []), LAYOUT)
+    assert saved is not None
+    np.testing.assert_array_equal(
+        saved.read_params(0, read.end), vector(LAYOUT.size, 100)[: read.end]
+    )
+    with pytest.raises(UserError, match=r"shard-0001\.h5"):
+        saved.read_params()
 
 
 def test_a_file_has_no_average(tmp_path: Path) -> None:
