@@ -11,12 +11,12 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39433
-TESTS = 36842  # all lines of tests and of their helpers, likewise
+TOTAL = 39440
+TESTS = 36849  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 61,
-    "checkpoint": 1513,
+    "checkpoint": 1521,
     "codecs": 617,
     "config": 1251,
     "datasets": 2642,

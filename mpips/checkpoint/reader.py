@@ -17,7 +17,7 @@ import numpy as np
 
 from mpips.checkpoint.files import INDEX, PathLike, damaged, folder_step, list_checkpoints, pieces
 from mpips.checkpoint.index import Contents, file_problems, read_index
-from mpips.checkpoint.rows import Ordered, RowsFile, Stream, TableRows, counted_rows
+from mpips.checkpoint.rows import Ordered, RowsFile, Stream, TableRows, Wanted, counted_rows
 from mpips.checkpoint.shards import PARAMS, read_shard, slot_dataset
 from mpips.config import Config
 from mpips.config.names import EMA
@@ -129,14 +129,18 @@ class Checkpoint(Contents):
             total += vector
         out[:] = total / (shares or len(self.workers))
 
-    def read_table(self, name: str) -> Iterator[TableRows]:
+    def read_table(self, name: str, wanted: Wanted | None = None) -> Iterator[TableRows]:
         """Yield the changed rows of a table, piece by piece, in any order, each row once.
+
+        Args:
+            name: Name of the table.
+            wanted: Returns a mask of the rows to yield, for some numbers of rows. Default: all.
 
         Raises:
             UserError: If there is no such table, or a file is missing or does not match its record.
         """
         for file in self._row_files(name):
-            yield from file.pieces()
+            yield from file.pieces(wanted)
 
     def ordered_rows(self, name: str) -> list[Ordered]:
         """Return the changed rows of a table, sorted by number within each file, each row once.

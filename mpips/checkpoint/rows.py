@@ -199,6 +199,9 @@ class Ordered(NamedTuple):
         out[known] = self.params[self.places[at[known]]]
 
 
+Wanted = Callable[[np.ndarray], np.ndarray]  # a mask of the rows of some numbers
+
+
 @dataclass(frozen=True)
 class RowsFile:
     """Rows of one table in an owner's file, which each method opens and closes.
@@ -233,11 +236,13 @@ class RowsFile:
         with self._opened() as columns:
             return {name: (data.shape[1:], data.dtype) for name, data in columns.items()}
 
-    def pieces(self) -> Iterator[TableRows]:
-        """Yield the rows, piece by piece."""
-        return map(TableRows.of, self.arrays())
+    def pieces(self, wanted: Wanted | None = None) -> Iterator[TableRows]:
+        """Yield the rows, piece by piece; those that are not wanted are hardly read."""
+        return map(TableRows.of, self.arrays(wanted=wanted))
 
-    def arrays(self, only: str = "") -> Iterator[dict[str, np.ndarray]]:
+    def arrays(
+        self, only: str = "", wanted: Wanted | None = None
+    ) -> Iterator[dict[str, np.ndarray]]:
         """Yield the rows piece by piece as arrays by dataset, of all datasets or of one."""
         with self._opened() as columns:
             if only:
@@ -250,6 +255,11 @@ class RowsFile:
             for begin in range(0, lengths[0], count):
                 part = slice(begin, begin + count)
                 kept = slice(None) if self.keep is None else self.keep[part]
+                if wanted is not None:
+                    mask = wanted(columns[ROWS][part])
+                    kept = mask if self.keep is None else mask & self.keep[part]
+                    if not kept.any():
+                        continue
                 yield {name: array[part][kept] for name, array in columns.items()}
 
     def column(self, name: str) -> Iterator[np.ndarray]:

@@ -118,21 +118,21 @@ class ServedTable:
         for begin in range(0, len(sums), step):
             yield slice(begin, begin + step)
 
-    def owned(self, rows: np.ndarray) -> int:
-        """Return how many of these rows the server owns."""
-        return int(np.count_nonzero(self._ownership.locate(rows)[0] == self._server))
+    def owned(self, rows: np.ndarray) -> np.ndarray:
+        """Return a mask of the rows that the server owns, shape (n_rows,), dtype bool."""
+        return self._ownership.locate(rows)[0] == self._server
 
-    def fill(self, saved: TableRows) -> None:
-        """Write the server's own rows among saved rows, before any rank reads them."""
-        owners, places = self._ownership.locate(saved.rows)
-        mine = np.flatnonzero(owners == self._server)
-        lines = np.empty((len(mine), self.table.rule.width(self.table.dim)), saved.params.dtype)
-        params, slots = self._parts(lines)
-        params[:] = saved.params[mine]
-        for name, slot in slots.items():
-            slot[:] = saved.slots[name][mine]
-        seen = saved.slots.get(SEEN)
-        self.shard.put(places[mine], lines, None if seen is None else seen[mine])
+    def fill(self, saved: Checkpoint) -> None:
+        """Write the server's own rows of a checkpoint, before any rank reads them."""
+        for piece in saved.read_table(self.table.name, self.owned):
+            width = self.table.rule.width(self.table.dim)
+            lines = np.empty((len(piece.rows), width), piece.params.dtype)
+            params, slots = self._parts(lines)
+            params[:] = piece.params
+            for name, slot in slots.items():
+                slot[:] = piece.slots[name]
+            places = self._ownership.locate(piece.rows)[1]
+            self.shard.put(places, lines, piece.slots.get(SEEN))
 
 
 class SnapshotTable:
@@ -174,8 +174,7 @@ def fill_tables(tables: Sequence[ServedTable], saved: Checkpoint | None) -> None
     for served in tables:
         if served.shard.ages:
             served.shard.ages.epoch = int(saved.state["allocator"]["cursor"][0])
-        for piece in saved.read_table(served.table.name):
-            served.fill(piece)
+        served.fill(saved)
 
 
 def evict_old(tables: Sequence[ServedTable], over: int) -> bool:

@@ -75,6 +75,11 @@ def test_rows_are_read_as_they_were_written(piece: int, tmp_path: Path) -> None:
     for name, wanted in columns().items():
         got = np.concatenate([piece.arrays[name] for piece in pieces])
         np.testing.assert_array_equal(got, wanted, strict=True)
+    some = list(found.read_table("item", lambda numbers: numbers % 9 == 1))  # of owner 1
+    assert len(some) == (1 if piece > 96 else 10)
+    for name, wanted in columns().items():
+        got = np.concatenate([piece.arrays[name] for piece in some])
+        np.testing.assert_array_equal(got, wanted[columns()["rows"] % 9 == 1], strict=True)
     assert not any(len(piece.rows) for piece in found.read_table("user"))
     with pytest.raises(UserError, match=r"unknown table 'itm', .*did you mean 'item'"):
         next(found.read_table("itm"))
@@ -224,6 +229,8 @@ def test_a_chain_has_each_row_once_as_it_was_last(
         expected = VALUES[found.step]
         assert sorted(numbers.tolist()) == sorted(expected)
         assert {n: p[0] for n, p in zip(numbers.tolist(), params, strict=True)} == expected
+        even = [n for each in found.read_table("item", lambda n: n % 2 == 0) for n in each.rows]
+        assert sorted(even) == [n for n in sorted(expected) if n % 2 == 0]
         np.testing.assert_array_equal(found.columns("item")["slots/m"].whole(), -params)
         np.testing.assert_array_equal(np.concatenate([each.slots["m"] for each in pieces]), -params)
     assert main(["inspect", str(folder)]) == 0

@@ -97,10 +97,10 @@ def rows(k: int, owned_rows: OwnedRows, saved: Checkpoint) -> None:
         order = np.argsort(changed.rows)
         numbers, whose = changed.rows[order], f"{saved.path}: of table {name!r}, server {k}'s rows"
         seen = owned = 0
-        for piece in saved.read_table(name):
+        for piece in saved.read_table(name, served.owned):
             at = np.minimum(np.searchsorted(numbers, piece.rows), max(0, numbers.size - 1))
             common = np.flatnonzero(numbers[at] == piece.rows) if numbers.size else at[:0]
-            owned += served.owned(piece.rows)
+            owned += piece.rows.size
             if not common.size:
                 continue
             seen += common.size
