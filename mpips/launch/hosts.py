@@ -82,11 +82,10 @@ def find_hosts(text: str, ranks: int | None) -> tuple[Host, ...]:
 
 def _words(text: str) -> list[str]:
     """Return the host entries of ``--hosts``, from the text or from a file."""
-    path = Path(text)
-    if not path.is_file():
+    if not os.path.isfile(text):  # Path.is_file raises OSError for a list of many hosts
         return [word for word in text.split(",") if word]
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = Path(text).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as problem:
         raise UserError(f"--hosts {text}: {problem}", "a text file") from None
     bare = (line.partition("#")[0].strip() for line in lines)

@@ -20,6 +20,8 @@ from mpips.launch.placement import changed_options, words_of
 from mpips.launch.returned import find_again
 from mpips.layout.roles import assign
 
+MANY = [f"node{k:04}:8" for k in range(500)]
+
 
 @pytest.mark.parametrize(
     ("text", "ranks", "found"),
@@ -28,6 +30,7 @@ from mpips.layout.roles import assign
         ("a,b,c", 7, "a:3 b:3 c:3"),
         ("a:1,b:2,a:3", None, "a:4 b:2"),
         ("10.0.0.1:2,", None, "10.0.0.1:2"),
+        (",".join(MANY), None, " ".join(MANY)),  # more than a path may have
     ],
 )
 def test_hosts(text: str, ranks: int | None, found: str) -> None:
