@@ -109,14 +109,15 @@ def verdict(attempts: Sequence[Attempt], restarts: int, asked: str = "") -> Verd
         return Verdict(Exit.DONE, "")
     if last.moves and not asked:
         return None
-    if last.reason.startswith("SIG") or (last.code == Exit.SAVED and not last.trouble):
+    stopped = last.reason.startswith("SIG") and (asked or not last.asked_to_move)
+    saved = last.code == Exit.SAVED and not last.trouble
+    if saved or (stopped and last.step >= last.told_step):
         return Verdict(Exit.SAVED, "saved and not finished: the next start goes on from there")
     if asked and not last.begun:
         return Verdict(Exit.SAVED, f"{asked} before a run began: run it again")
-    if asked:
-        return Verdict(
-            Exit.FAILED, f"{asked}, and it has not saved; step {last.step} was saved before"
-        )
+    if stopped or asked:
+        why = f"{asked or last.reason}, and it has not saved; step {last.step} was saved before"
+        return Verdict(Exit.FAILED, why)
     if last.reason == "diverged":
         return Verdict(Exit.FAILED, "the loss is not finite, and would not be again")
     if last.refusal == Exit.REFUSED and not any(a.begun for a in attempts):

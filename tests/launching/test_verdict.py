@@ -41,6 +41,8 @@ def failed(*steps: int, code: int = 1) -> list[Attempt]:
         ([Attempt(-9, trouble="nothing has happened", runs=1, done=True)], 0),
         ([Attempt(85, runs=1, reason="SIGUSR1")], 85),
         ([Attempt(9, runs=1, reason="SIGTERM")], 85),
+        ([Attempt(1, runs=1, reason="SIGTERM", step=5, told_step=5)], 85),  # of a program
+        ([Attempt(1, runs=1, reason="SIGTERM", step=5, told_step=9)], 1),  # a full disk
         ([Attempt(85)], 85),  # asked before training began
         ([Attempt(2)], 2),
         ([Attempt(2, runs=1)], None),  # a restart might do: the folder was in use
@@ -68,6 +70,7 @@ def failed(*steps: int, code: int = 1) -> list[Attempt]:
         ([*[MOVED] * 3, *killed(10, 20, 30, 40, 50)], None),
         ([*[MOVED] * 3, *killed(10, 20, 30, 40, 50, 60)], 1),
         ([Attempt(1, runs=1, step=4, asked_to_move=True)], None),
+        ([Attempt(1, 0, "", 1, False, "SIGUSR1", 4, 9, asked_to_move=True)], None),
         ([Attempt(0, runs=1, done=True, asked_to_move=True)], 0),  # it had come to its end
         ([SECOND, LATER, LATER], None),  # a run after another begins at step 0
         ([SECOND, LATER, LATER, LATER], 1),
