@@ -341,7 +341,7 @@ def test_environment_of_the_ranks(batch: Batch) -> None:
     assert "\nto all\n" in batch.log
     site = batch.folder / "my clone" / "slurm" / "site.sh"
     shutil.copytree(SCRIPTS, site.parent)
-    site.write_text("LAUNCHER=mpirun LAUNCHER_FLAGS='-genv A B'\n")
+    site.write_text("LAUNCHER=mpirun LAUNCHER_FLAGS='-genv A B'\nfalse\n[ -d no ] && cd no\n")
     batch.run("--lr=1", ranks="exit 2", script=site.with_name("train.sbatch"))
     assert re.search(r"4 ranks on \S+ by mpirun .*-genv A B$", batch.log, re.M)
     site.write_text("PATH=/usr/bin:/bin\n")
