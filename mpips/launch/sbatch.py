@@ -354,7 +354,7 @@ def read_table(path: str) -> list[list[str]]:
 def read_row(table: str, number: int) -> list[str]:
     """Return a row of a table, counted from 1."""
     rows = read_table(table)
-    if number > len(rows):
+    if not 1 <= number <= len(rows):
         raise UserError(f"row {number} of {table}, which has {len(rows)}", f"1 to {len(rows)}")
     return rows[number - 1]
 

@@ -387,6 +387,7 @@ def test_row_of_a_sweep(batch: Batch) -> None:
     assert not batch.calls("report"), "one row of two has ended"
     row("--out", "x", ranks="begin; touch $out/DONE; exit 0", SLURM_ARRAY_TASK_ID="1", **both)
     assert batch.calls("report") == ["report x -o x/report.html"]
+    assert row(SLURM_ARRAY_TASK_ID="0").code == 2, "rows are counted from 1"
 
 
 def test_scratch(batch: Batch) -> None:
