@@ -326,6 +326,7 @@ def test_units() -> None:
         (f"{WORLD} --from nowhere", "--from nowhere, expected the folder of a run"),
         (f"{WORLD} --mode sync --codec powersgd", "--codec powersgd with --parameters, expected"),
         (f"{WORLD} --mtbf 10s", "expected checkpoints that are reached"),
+        (f"{WORLD} --mtbf 0", "a failure every 0 s with"),
         (f"{WORLD} --frm x", "unknown option --frm, expected one of those"),
     ],
 )

@@ -237,7 +237,7 @@ def live(work_s: float, hazards: Hazards, seed: int, lives: int = LIVES) -> Life
     """
     h = dataclasses.replace(hazards, period_s=min(hazards.period_s, 2 * work_s + 1))
     piece_s = min(work_s, h.period_s) + h.save_s + h.restart_s
-    if piece_s / h.mtbf_s > math.log(HOPELESS):
+    if piece_s > h.mtbf_s * math.log(HOPELESS):
         got = f"a failure every {h.mtbf_s:.3g} s with {piece_s:.3g} s to a checkpoint"
         raise UserError(got, "checkpoints that are reached", "set a shorter --checkpoint-every")
     rng = np.random.default_rng(seed)
