@@ -369,6 +369,17 @@ def test_json_of_a_plan() -> None:
         assert planned(f"{WORLD} --servers 1{more}")["bottleneck"]["what"] == what
 
 
+@pytest.mark.parametrize(("mode", "together"), [("async", 4), ("sync", 1), ("local_sgd", 1 / 8)])
+def test_checkpoints_by_updates(mode: str, together: float) -> None:
+    """All workers make updates, of a step each or of several, and the step takes its whole time."""
+    world = f"{WORLD} --mode {mode} --link 100mbit --mtbf 30h --checkpoint-every"
+    found = planned(f"{world} 40steps")
+    assert found["lifetime"]["saving_s"] > 0
+    again = planned(f"{world} {40 * found['step_s'] / together:.6f}")
+    for name in ("saving_s", "lost_s"):
+        assert found["lifetime"][name] == pytest.approx(again["lifetime"][name], rel=0.1)
+
+
 def test_figures_that_are_not_given_are_told() -> None:
     """In text and JSON; a start takes seconds."""
     given = f"{WORLD} --link 1gbit --batch-size 32 --mtbf 1000d"

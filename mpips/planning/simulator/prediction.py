@@ -17,6 +17,7 @@ import numpy as np
 
 from mpips.codecs import is_open
 from mpips.config import Config
+from mpips.config.names import IN_ROUNDS
 from mpips.errors import UserError, counted
 from mpips.optim import rule_of
 from mpips.planning import traffic
@@ -179,10 +180,11 @@ def predict(config: Config, hosts: Sequence[str], node_of: Sequence[int],
     units = -(-facts.simulated // case.every) if facts.simulated else 0
     found = simulate(work, units)
     batches = batches_of(config, case, facts.measured.n_train)
+    hazards = hazards_of(config, case, facts, found.step_s)
     nodes, ranks = case.nodes, len(node_of) + config.evaluators
     return Prediction(
         config, case, traffic.step_s(case, speeds.link, speeds.step_s + speeds.between_s),
-        found, batches, live(batches * found.step_s, hazards_of(config, case, facts), config.seed),
+        found, batches, live(batches * found.step_s, hazards, config.seed),
         needs(config, facts.measured, nodes, -(-ranks // nodes)), ranks, max(1, config.threads),
         facts.measured.tables is None,
     )  # fmt: skip
@@ -211,12 +213,20 @@ def batches_of(config: Config, case: Case, samples: int) -> int:
     return units * case.every
 
 
-def hazards_of(config: Config, case: Case, facts: Facts) -> Hazards:
-    """Return a job's failures, and how long its checkpoints stop it."""
+def hazards_of(config: Config, case: Case, facts: Facts, step_s: float) -> Hazards:
+    """Return a job's failures, and how long its checkpoints stop it.
+
+    Args:
+        config: The job.
+        case: Quantities that determine its traffic.
+        facts: Speeds and failures.
+        step_s: Seconds between two steps of a worker.
+    """
     seconds, steps = config.checkpoint_period
     state = max(case.shards) * (1 + len(rule_of(config).slots))
-    if steps is not None:
-        seconds = steps * facts.speeds.step_s
+    if steps is not None:  # updates, of all workers
+        together = 1 if config.mode in IN_ROUNDS else len(case.roles.workers)
+        seconds = steps * case.every * step_s / together
     return Hazards(
         facts.mtbf_s / case.nodes, facts.restart_s, seconds or math.inf,
         state / facts.speeds.copy, facts.start_s,
