@@ -42,8 +42,8 @@ def make_parser() -> argparse.ArgumentParser:
         "[default: this host]")  # fmt: skip
     add("--elastic", type=int, nargs="?", const=1, metavar="N", help="if hosts are lost, "
         "continue with fewer ranks on the other hosts, at least N [default: 1]")  # fmt: skip
-    add("--rsh", default="", metavar="WORDS", help="command to start processes on hosts "
-        "[default: ssh; with --hosts slurm, srun]")  # fmt: skip
+    add("--rsh", type=shlex.split, default="", metavar="WORDS", help="command to start processes "
+        "on hosts [default: ssh; with --hosts slurm, srun]")  # fmt: skip
     add("--restarts", type=int, default=5, metavar="K",
         help="largest number of restarts [default: 5]")  # fmt: skip
     add("--timeout", type=float, default=300.0, metavar="S",
@@ -53,8 +53,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--ft", action="store_true", help="let a program's run continue when ranks die (Open "
         "MPI only); runs of mpips.train do so without it in modes async and ssp, except with "
         "--hosts slurm or on hosts with InfiniBand")  # fmt: skip
-    add("--mpirun", default="", metavar="WORDS", help="launcher and its options except -n, such "
-        "as 'mpirun -iface ib0', or without --hosts 'mpirun -hosts a,b -ppn 4' "
+    add("--mpirun", type=shlex.split, default="", metavar="WORDS", help="launcher and its options "
+        "except -n, such as 'mpirun -iface ib0', or without --hosts 'mpirun -hosts a,b -ppn 4' "
         "[default: mpirun]")  # fmt: skip
     return parser
 
@@ -86,7 +86,7 @@ def _order(args: argparse.Namespace, words: Sequence[str]) -> "Order":
     from mpips.launch.order import Order
     from mpips.launch.returned import find_again
 
-    launcher, ranks = shlex.split(args.mpirun), args.ranks
+    launcher, ranks = args.mpirun, args.ranks
     how = launcher, args.restarts, args.timeout, args.ft
     if args.hosts and (ranks is None or ranks > 0):
         hosts = find_hosts(args.hosts, ranks)
@@ -94,8 +94,7 @@ def _order(args: argparse.Namespace, words: Sequence[str]) -> "Order":
         ranks = ranks or sum(host.ranks for host in hosts)
         least = ranks if args.elastic is None else args.elastic
         slurm = args.hosts == SLURM or is_srun(*launcher[:1])
-        remote = shlex.split(args.rsh)
-        return Order(ranks, words, *how, hosts, least, remote, slurm, again, grows)
+        return Order(ranks, words, *how, hosts, least, args.rsh, slurm, again, grows)
     if ranks is None:
         raise UserError("neither -n nor --hosts", "the number of ranks", "give -n")
     for flag, given in (("--elastic", args.elastic is not None), ("--rsh", args.rsh)):

@@ -163,6 +163,7 @@ def test_tries_are_noted_by_job(tmp_path: Path) -> None:
         ("-n 3 --rsh ssh --", "--rsh without --hosts, expected both; name the hosts"),
         ("--hosts a:2,b:2 --elastic 5 --", "--elastic 5, expected 1 to 4 ranks"),
         ("--hosts a:2 --rsh ssssh --", "--rsh 'ssssh', expected a program on PATH"),
+        ("-n 3 --mpirun 'mpirun --", '--mpirun: invalid split value: "\'mpirun"'),
         ("-n 3 --epochs 3", "unrecognized arguments: --epochs 3"),
         ("-n 3", "no --, expected -- before the options of mpips.train, or a program"),
         ("-n 0 --", "-n 0, expected an integer >= 1"),
