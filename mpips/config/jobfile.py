@@ -127,9 +127,9 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         if (path / "config.toml").is_file():
             remedy = f"a run is continued by --resume --out {path}"
         raise UserError(f"job file {str(path)!r}", "a path that ends in .toml", remedy)
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise UserError(f"job file {str(path)!r} is a pipe or a device", "a file")
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise UserError(f"job file {str(path)!r} is a pipe or a device", "a file")
         return _read_values(path.read_bytes().decode(), str(path))
     except FileNotFoundError:
         near = nearest(path.name, (p.name for p in path.parent.glob("*.toml")))

@@ -154,6 +154,18 @@ def test_what_is_no_job_file_is_named(tmp_path: Path) -> None:
         assert told in message_of([str(tmp_path / name)])
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_a_job_file_in_a_folder_of_somebody_else(tmp_path: Path) -> None:
+    file = job_file(tmp_path, "")
+    tmp_path.chmod(0o700)
+    os.seteuid(65534)
+    try:
+        told = message_of([file])
+    finally:
+        os.seteuid(0)
+    assert "Permission denied, expected a readable file" in told
+
+
 def test_precedence(tmp_path: Path) -> None:
     job = job_file(tmp_path, "seed = 2\nkeep = 2\nservers = 2\n")
     saved = {"seed": 2, "keep": 1, "servers": 1, "log_every": 9.0}
