@@ -40,8 +40,8 @@ class OwnFolder(tempfile.TemporaryDirectory[str]):
 
     def cleanup(self) -> None:
         """Remove the folder; calling it again does nothing."""
+        self._owner.close()  # first: NFS keeps an open file, and so its folder
         super().cleanup()
-        self._owner.close()
 
 
 def remove_left(parent: Path | None = None) -> None:

@@ -163,3 +163,21 @@ def test_a_lock_that_cannot_be_had_is_not_waited_for(
     monkeypatch.setattr(fcntl, "flock", refuse)
     with OwnFolder(parent=tmp_path) as own:
         assert json.loads((Path(own) / OWNER).read_text())
+
+
+def test_nothing_is_left_on_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a removed file that a process has open stays in its folder under another name."""
+    unlink = os.unlink
+
+    def as_nfs_does(name: str, *, dir_fd: int) -> None:
+        inode = os.stat(name, dir_fd=dir_fd).st_ino
+        links = [Path("/proc/self/fd", number) for number in os.listdir("/proc/self/fd")]
+        if any(link.exists() and link.stat().st_ino == inode for link in links):
+            os.rename(name, ".nfs0001", src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        else:
+            unlink(name, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", as_nfs_does)
+    with OwnFolder(parent=tmp_path) as own:
+        (Path(own) / "1").mkdir()
+    assert list(tmp_path.iterdir()) == []
