@@ -289,7 +289,8 @@ class Job:
         the time limit the state is the same, but the reason is TimeLimit.
         """
         state, reason = shown(self._id, "JobState"), shown(self._id, "Reason")
-        if state not in ("", "RUNNING") and reason != "TimeLimit":
+        ended = state not in ("", "RUNNING") and reason != "TimeLimit"
+        if ended or self._has_restarted():  # elsewhere, if SLURM cannot reach this node
             return self._leave()
         onward = f"go on with {self._same}"
         if self._restart >= self._most:

@@ -177,6 +177,7 @@ ONCE = {"SLURM_RESTART_COUNT": "1", "MPIPS_MAX_REQUEUES": "1"}
         (SAVED, {**SHORT, "SBATCH_SIGNAL": "B:USR1@30"}, 85, ["17"], NOT_DONE),
         # SLURM ends the job, also as it is asked about: by signals to all of its processes.
         (SAVED, {**COMPLETING, **NODE_DOWN}, 85, [], f" requeued{END}"),
+        (SAVED, {"Restarts": "1"}, 85, [], f" requeued{END}"),  # and runs on another node
         (SAVED, COMPLETING, 1, [], f"cancelled; go on with {ONWARD}{END}"),
         (f"touch cancelled; {SAVED}", {}, 1, [], f"cancelled; go on with {ONWARD}{END}"),
         (f"touch queued; {SAVED}", {}, 85, ["17"], NOT_DONE),
