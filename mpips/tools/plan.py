@@ -290,6 +290,9 @@ def _servers(config: Config, workers: int) -> int:
 
 def _searched(known: _Known, as_json: bool) -> str:
     asked = known.asked
+    if steps := known.config.steps:
+        remedy = "they are each worker's, so that fewer workers train on fewer samples"
+        raise UserError(f"--search with steps {steps}", "--epochs", remedy)
     workers = asked.workers or (known.run.workers if known.run else 0)
     ranks = len(_world(known)[1])
     size = known.config.node_size or (-(-ranks // asked.nodes) if asked.nodes else 1)

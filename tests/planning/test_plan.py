@@ -323,6 +323,7 @@ def test_units() -> None:
         (f"{WORLD} --slow 5x2", "5 slow workers of 4, expected at most as many as there are"),
         (f"{WORLD} --nodes 9", "nodes 9 with 5 ranks, expected nodes <= 5"),
         (f"{WORLD} --deadline 3h", "--deadline without --search, expected --search with it"),
+        (WORLD.replace("--epochs", "--search --steps"), "--search with steps 2, expected --epochs"),
         (f"{WORLD} --from nowhere", "--from nowhere, expected the folder of a run"),
         (f"{WORLD} --mode sync --codec powersgd", "--codec powersgd with --parameters, expected"),
         (f"{WORLD} --mtbf 10s", "expected checkpoints that are reached"),
