@@ -164,6 +164,8 @@ class Heartbeats:
 
     def read(self) -> None:
         """Read the reports since the last call."""
+        with contextlib.suppress(OSError):  # else systemd-tmpfiles removes it after some days
+            os.utime(self.folder / CURRENT)
         begun = []
         for path in sorted(self.folder.glob(f"*{LINES}")):
             lines = list[bytes]()

@@ -92,6 +92,14 @@ def test_a_folder_that_somebody_has_cleared(job: Heartbeats, rank: Path) -> None
     assert (job.folder / heartbeat.CURRENT).is_file()
 
 
+def test_the_terms_of_a_long_job_do_not_grow_old(job: Heartbeats) -> None:
+    """Systems clear /tmp of files that nobody touches for days, and ranks end without this one."""
+    current = job.folder / heartbeat.CURRENT
+    os.utime(current, (0, 0))
+    job.read()
+    assert current.stat().st_mtime > 0
+
+
 def test_ranks_know_what_the_supervisor_does(tmp_path: Path, rank: Path) -> None:
     """If it does not watch them, they end a job that stands still; without one nothing is told."""
     heartbeat.report_run(tmp_path / "nowhere", "", 1.0)
