@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from mpips.errors import Exit
+from mpips.errors import Exit, UserError
 from mpips.launch.folders import OwnFolder
 from mpips.launch.heartbeat import CURRENT
 from mpips.launch.hosts import Host
@@ -119,6 +119,9 @@ class RemoteExecution:
         nodes: Name that each host reports for itself, for hosts that have answered.
         left: Processes left on each host, as ``PID:STARTED``.
         gone: Process ids of dead ranks, by the name that their host reports.
+
+    Raises:
+        UserError: If the folder for temporary files allows no programs.
     """
 
     def __init__(
@@ -134,6 +137,9 @@ class RemoteExecution:
         groups = "".join(f"{name}) group=--het-group={k} ;; " for name, k in components.items())
         self.agent.write_text(text.format(words=command, groups=groups))
         self.agent.chmod(0o700)
+        if not os.access(self.agent, os.X_OK):
+            got = f"programs in {self._own.name}, which is mounted without them"
+            raise UserError(got, "a folder for temporary files that allows them", "set TMPDIR")
         self.nodes: dict[str, str] = {}
         self.left: dict[str, list[str]] = {}
         self.gone: dict[str, set[int]] = {}

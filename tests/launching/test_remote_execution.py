@@ -117,6 +117,22 @@ def test_the_agent_of_slurm_takes_the_host_out_of_the_words(
     assert "[--het-group=1]\n[--nodelist=n2]\n" in found
 
 
+NOEXEC = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o noexec tmp "$0" && exec "$@"']
+
+
+def test_temporary_files_that_may_not_be_programs(rsh: Path) -> None:
+    """As on hardened hosts: a job is refused, with what to do."""
+    if subprocess.run([*NOEXEC, rsh.parent, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs a mount namespace")
+    words = ["-m", "mpips.launch", "--hosts", "a:2", "--"]
+    told = subprocess.run(
+        [*NOEXEC, str(rsh.parent), sys.executable, *words], cwd=rsh.parent.parent,
+        env={**environment(), "TMPDIR": str(rsh.parent)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "which is mounted without them, expected a folder for temporary files" in told.stderr
+    assert told.returncode == 2
+
+
 DAEMON = "#!/bin/sh\nsleep 600 & echo $!\nwait\n"
 
 
