@@ -132,7 +132,8 @@ def _of_program(args: argparse.Namespace, options: Sequence[str], words: Sequenc
         words = words[1:]
     if not is_program(words):
         raise UserError(f"-- {shlex.join(words)}", "program.py or -m MODULE behind --")
-    beside = [*options, *(f"--{name}" for name in ("sweep", "scratch") if getattr(args, name))]
+    names = "sweep", "scratch", "row", "copy"
+    beside = [*options, *(f"--{name}" for name in names if getattr(args, name))]
     if beside:
         raise UserError(f"{beside[0]} with a program", "options of sbatch", "see --help")
     name = words[1] if words[0] == "-m" else Path(words[0]).stem

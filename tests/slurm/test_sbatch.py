@@ -128,6 +128,7 @@ def test_of_a_job_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         ("-- ls", "-- ls, expected program.py or -m MODULE behind --"),
         ("--lr 1 -- a.py", "--lr with a program, expected options of sbatch"),
         ("--sweep t -- a.py", "--sweep with a program"),
+        ("--copy t -- a.py", "--copy with a program"),
         ("--scheduler lsf --gres gpu:1", "--gres with --scheduler lsf, expected SLURM"),
         (f"--scheduler pbs --sweep {ROOT}/slurm/sweep.txt", "--sweep with --scheduler pbs"),
         ("--scheduler nqs", "invalid choice: 'nqs'"),
