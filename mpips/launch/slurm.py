@@ -127,16 +127,16 @@ def pick_launcher(library: str) -> list[str]:
         library: Name of the MPI library that Python uses.
 
     Raises:
-        UserError: If the library is unknown, or LAUNCHER names another launcher.
+        UserError: If the library is unknown and LAUNCHER empty, or this names another launcher.
     """
     variables = os.environ
     plugins = {"Open MPI": "pmix", "MPICH": "pmi2", "MVAPICH": "pmi2", "Intel": "pmi2"}
     plugin = next((plugin for name, plugin in plugins.items() if name in library), "")
-    if not plugin:
+    program = variables.get("LAUNCHER")
+    if not (plugin or (library and program)):
         remedy = "set LAUNCHER and LAUNCHER_FLAGS in slurm/site.sh"
         raise UserError(f"MPI library {library!r}", "MPICH, Open MPI or one of their kind", remedy)
     is_intel = "Intel" in library  # it pins ranks by default
-    program = variables.get("LAUNCHER")
     if not program:
         listed = re.search(rf"\b{plugin}\b", ask("srun", "--mpi=list"))
         program = "srun" if listed else "mpirun"
@@ -156,19 +156,19 @@ def pick_launcher(library: str) -> list[str]:
             binding = ["--map-by", f"slot:PE={cores}", "--bind-to", "core"]
             words = ["mpirun", *(binding if is_whole else ["--bind-to", "none"])]
         else:
-            words = ["mpirun", *(["-bind-to", f"core:{cores}"] if is_whole else [])]
+            words = ["mpirun", *(["-bind-to", f"core:{cores}"] if is_whole and plugin else [])]
     else:
         raise UserError(f"LAUNCHER {program!r}", "srun or mpirun")
     return [*words, *variables.get("LAUNCHER_FLAGS", "").split()]
 
 
 def _srun(plugin: str) -> list[str]:
-    """Return srun with its options.
+    """Return srun with its options; without a plugin, SLURM or LAUNCHER_FLAGS choose one.
 
     With --kill-on-bad-exit, an srun of several components may wait for ever at the first rank's end
     (Open MPI). With --wait, srun kills the remaining ranks some time after a rank has ended.
     """
-    words = ["srun", f"--mpi={plugin}", "--kill-on-bad-exit=0", "--wait=15"]
+    words = ["srun", *([f"--mpi={plugin}"] if plugin else []), "--kill-on-bad-exit=0", "--wait=15"]
     if re.search("^TaskPlugin .*affinity", ask("scontrol", "show", "config"), re.MULTILINE):
         words += ["--cpu-bind=cores"]
         os.environ.update(OMP_PLACES="cores", OMP_PROC_BIND="close")

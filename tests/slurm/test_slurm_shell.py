@@ -336,6 +336,16 @@ def test_intel_mpi(launcher: str, ranks_a_node: str, pinned: str, batch: Batch) 
     assert f"--mpirun {words}" in batch.calls("launch")[0]
 
 
+def test_library_that_only_the_site_knows(batch: Batch) -> None:
+    """Its launcher is that of site.sh, with the plugin that is named there."""
+    known = {"LIBRARY": "MPI VERSION : CRAY", "LAUNCHER_FLAGS": "--mpi=cray_shasta"}
+    batch.run("--lr=1", ranks="exit 0", env=known)
+    words = "--mpirun srun --kill-on-bad-exit=0 --wait=15 --mpi=cray_shasta -- "
+    assert words in batch.calls("launch")[0]
+    assert batch.run("--lr=1", env={**known, "LAUNCHER": ""}).code == 2
+    assert "library 'MPI VERSION : CRAY', expected MPICH, Open MPI or one of their" in batch.log
+
+
 def test_environment_of_the_ranks(batch: Batch) -> None:
     """It is that of the shell, and what slurm/site.sh sets, where mpips can be imported."""
     batch.run("--lr=1", ranks="echo to ${SLURM_EXPORT_ENV-all}", env={"SLURM_EXPORT_ENV": "NONE"})
