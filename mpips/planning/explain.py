@@ -249,9 +249,8 @@ def explain_alone(config: Config, question: Question) -> str:
     """
     if not question.ranks:
         raise UserError("--explain without a world", "--ranks N", "or start it by mpirun")
-    return explain_world(
-        config, question, *spread(question.ranks, question.nodes, config.node_size)
-    )
+    world = spread(question.ranks, question.nodes, config.node_size)
+    return explain_world(config, question, *world)
 
 
 def spread(ranks: int, nodes: int, node_size: int) -> World:
@@ -265,10 +264,12 @@ def spread(ranks: int, nodes: int, node_size: int) -> World:
         node_size: Ranks of a node; 0 if not given.
 
     Raises:
-        UserError: If there are more nodes than ranks.
+        UserError: If there are more nodes than ranks, or nodes and their size are given.
     """
     if nodes > ranks:
         raise UserError(f"nodes {nodes} with {ranks} ranks", f"nodes <= {ranks}", "set --nodes")
+    if nodes > 1 and node_size:
+        raise UserError(f"nodes {nodes} with node_size {node_size}", "one of them")
     nodes = nodes or ranks
     node_of = [rank // node_size if node_size else rank * nodes // ranks for rank in range(ranks)]
     return [f"node{node}" for node in node_of], node_of

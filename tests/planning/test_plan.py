@@ -322,6 +322,7 @@ def test_units() -> None:
         (f"{WORLD} --slow 1x0.5", "slow '1x0.5', expected factors >= 1"),
         (f"{WORLD} --slow 5x2", "5 slow workers of 4, expected at most as many as there are"),
         (f"{WORLD} --nodes 9", "nodes 9 with 5 ranks, expected nodes <= 5"),
+        (f"{WORLD} --nodes 2 --node-size 3", "nodes 2 with node_size 3, expected one of them"),
         (f"{WORLD} --deadline 3h", "--deadline without --search, expected --search with it"),
         (WORLD.replace("--epochs", "--search --steps"), "--search with steps 2, expected --epochs"),
         (f"{WORLD} --from nowhere", "--from nowhere, expected the folder of a run"),
