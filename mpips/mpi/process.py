@@ -20,7 +20,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 NAME, STATE, PARENT, SESSION, USER, SYSTEM, STARTED = 0, 1, 2, 4, 12, 13, 20  # see `stat_of`
-
 HOST_NAMESPACE = "user:[4026531837]"  # PROC_USER_INIT_INO of Linux
 ANY_BYTES = "surrogateescape"  # a name is cut to 15 bytes, perhaps within a character
 LAUNCHERS = ("hydra_pmi_proxy", "slurmstepd")  # parents of ranks, one process on each host
@@ -33,7 +32,6 @@ STOPPED, GONE, TRACED = "is stopped", "is gone", "is held by a debugger"
 # Parts of a stack to leave out: addresses, and the frames below the program.
 LEFT_OUT = re.compile(r' ?0x[0-9a-f]+|^  File "(<frozen runpy>|.*/mpips/launch/rank.py)".*\n', re.M)
 LOOK_ON = re.compile(r" in (watch_over|report_and_check)\n")  # frames of mpips's own threads
-
 KEPT_BYTES = (1 << 25) - (1 << 16)  # a little less than glibc's DEFAULT_MMAP_THRESHOLD_MAX
 
 MEETS, LEFT = "mpips-meets", "mpips-left"  # names of processes, of at most 15 bytes
@@ -93,7 +91,6 @@ def stat_of(pid: int) -> list[str]:
     Among the fields are its state, such as ``T``, its parent and its session. Processor time in
     user and system mode, and start time since the boot, are in ticks.
 
-
     Raises:
         OSError: If there is no such process.
     """
@@ -135,11 +132,10 @@ def ancestors(pid: int) -> Iterator[tuple[int, str]]:
 
 def ticks_used(pid: int) -> int:
     """Return the processor time that a process has used, in ticks; 0 if it is gone."""
-    try:
+    with contextlib.suppress(OSError):
         known = stat_of(pid)
-    except OSError:
-        return 0
-    return int(known[USER]) + int(known[SYSTEM])
+        return int(known[USER]) + int(known[SYSTEM])
+    return 0
 
 
 def waits_for_files(pid: int) -> bool:
@@ -234,8 +230,12 @@ def keep_freed_memory() -> None:
 
 
 def cores() -> int:
-    """Return the number of cores that this process may run on, by its affinity mask."""
-    return len(os.sched_getaffinity(0))
+    """Return the number of cores that this host's ranks may run on, as far as these have begun."""
+    found = os.sched_getaffinity(0)
+    for pid, _ in ranks_here().values():
+        with contextlib.suppress(OSError):
+            found |= os.sched_getaffinity(pid)
+    return len(found)
 
 
 def local_ranks() -> int:

@@ -77,7 +77,7 @@ def unused_networks_left_out() -> Iterator[None]:
         del os.environ[BTL]  # this process may start an mpirun on several hosts
 
 
-if local_ranks() > cores():
+if local_ranks() > 1 and local_ranks() > cores():
     os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     os.environ.setdefault("I_MPI_THREAD_YIELD", "2")  # sched_yield

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from launch import environment, python
 
-from mpips.launch.mpirun import default_launcher, is_open_mpi, trial
+from mpips.launch.mpirun import Running, default_launcher, is_open_mpi, trial
 from mpips.mpi import process, start
 
 PROMISED = 32767  # MPI-4.1, 9.1.2: the least value that MPI_TAG_UB may have
@@ -57,6 +57,35 @@ def test_a_world_of_one_host_leaves_the_network_out(
     with start.unused_networks_left_out():
         assert os.environ.get(start.BTL) == expected
     assert os.environ.get(start.BTL) == variables.get(start.BTL)
+
+
+YIELDS = "OMPI_MCA_mpi_yield_when_idle", "MPIR_CVAR_ENABLE_HEAVY_YIELD"
+BOUND = f"""
+import os, time
+from pathlib import Path
+from mpips.mpi.process import rank_in
+Path(str(rank_in(os.environ))).touch()
+while len(os.listdir()) < 2:
+    time.sleep(0.01)
+for name in {YIELDS}:
+    os.environ.pop(name, None)
+import mpips.mpi.start
+os.write(1, f"yields {{[name in os.environ for name in {YIELDS}]}}\\n".encode())
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.skipif(process.cores() < 2, reason="needs a core for each of two ranks")
+@pytest.mark.parametrize(("ranks", "binding"), [(2, "core"), (process.cores() + 1, "none")])
+def test_ranks_with_cores_of_their_own_outnumber_none(
+    ranks: int, binding: str, tmp_path: Path
+) -> None:
+    """As job scripts bind them: each may run on fewer cores than there are ranks."""
+    bind = "--bind-to" if is_open_mpi() else "-bind-to"
+    launcher = [*default_launcher(), bind, binding]
+    with Running(ranks, ["-c", BOUND], tmp_path, launcher=launcher) as job:
+        told = job.wait(60).output
+    assert told.count(f"yields {[binding == 'none'] * 2}\n") == ranks, told
 
 
 def test_tags_are_legal_and_differ_from_each_other() -> None:
