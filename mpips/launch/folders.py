@@ -44,8 +44,8 @@ class OwnFolder(tempfile.TemporaryDirectory[str]):
         super().cleanup()
 
 
-def remove_left(parent: Path | None = None) -> None:
-    """Remove the folders of processes that have ended; keep all others.
+def remove_left(parent: Path | None = None) -> bool:
+    """Remove the folders of processes that have ended; keep all others. Return whether any were.
 
     On a node that lost its connection, ranks of a SLURM job's earlier start may still run. They end
     when they see that their folder is gone.
@@ -53,9 +53,11 @@ def remove_left(parent: Path | None = None) -> None:
     Args:
         parent: Folder that contains them. Default: the folder for temporary files.
     """
-    for path in (parent or Path(tempfile.gettempdir())).glob(f"{PREFIX}*/{OWNER}"):
-        if _is_left(path):
-            shutil.rmtree(path.parent, ignore_errors=True)
+    paths = (parent or Path(tempfile.gettempdir())).glob(f"{PREFIX}*/{OWNER}")
+    left = [path.parent for path in paths if _is_left(path)]
+    for folder in left:
+        shutil.rmtree(folder, ignore_errors=True)
+    return bool(left)
 
 
 def _is_left(owner: Path) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from mpips.checkpoint.run_folder import is_claimed
 from mpips.config.command_line import given_values
 from mpips.errors import Exit, UserError, write_line
-from mpips.launch import mpirun, slurm, verdict
+from mpips.launch import heartbeat, mpirun, slurm, verdict
 from mpips.launch.folders import OwnFolder, remove_left
 from mpips.launch.heartbeat import Terms
 from mpips.launch.hosts import is_srun, launcher_words
@@ -46,13 +46,15 @@ def supervise(order: Order) -> int:
         UserError: If there is no launcher, too few hosts answer, or the folder cannot be created.
     """
     parent = Path.cwd() if order.is_shared else None
-    remove_left(parent)
+    left = remove_left(parent)
     try:
         folder = OwnFolder(PREFIX, parent)
     except OSError as problem:
         got = f"{problem.filename}: {problem.strerror}"
         raise UserError(got, "a folder that can be written", "start it elsewhere") from None
     with folder, signals.noted(), contextlib.ExitStack() as stack:
+        if left and parent:  # their ranks see it, and end: they may hold the run
+            _wait(2 * heartbeat.LOOK_S)
         placement = None
         if order.hosts:
             remote = RemoteExecution(order.remote, order.slurm, Path(folder.name), order.hosts)

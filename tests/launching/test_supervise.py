@@ -20,6 +20,8 @@ from runs import (
     SAVED,
     assert_counts,
     final,
+    is_whole,
+    list_checkpoints,
     newest,
     starts_of,
     summary,
@@ -33,10 +35,12 @@ from mpips.launch import mpirun
 from mpips.launch.heartbeat import Terms
 from mpips.launch.watch import Heartbeats
 from tests.chaos.hosts import RSH, crash, give_an_address, missing, revive
+from tests.chaos.job import Job
 
 pytestmark = pytest.mark.launch
 LEFT_OUT, TAKEN_OVER = "has died; its", "server 0 has taken its shard over"
 DUTIES = "has taken its duties over"
+HERE = '#!/bin/sh\nshift\nexec sh -c "$*"\n'  # as ssh without options
 ENDING = {
     "the server": "rank 0 has died, expected all",
     "both servers": "ranks 0, 1 have died, expected all",
@@ -570,6 +574,26 @@ MOVE = re.compile(
     "a restart costs [0-9]+ s: saving to move there"
 )
 ROW = re.compile(r"^ +\d+ +\d+  (\S+) +(?:server|worker) \d+ ", re.M)  # of a rank, at a start
+
+
+@pytest.mark.long
+def test_a_start_of_slurm_after_one_on_a_node_that_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that still run there end, and keep the new ones from nothing."""
+    out, words = tmp_path / "out", counting_words(tmp_path, ENDLESS, "--resume", "auto")
+    hosts = ["--hosts", f"{platform.node()}:3", "--rsh", str(executable(tmp_path / "rsh", HERE))]
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    (tmp_path / "lost").mkdir()
+    with Job(tmp_path / "lost", 3, words, hosts, tmp_path) as lost:
+        until(lambda: any(map(is_whole, list_checkpoints(out))), told=lambda: lost.output)
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        with Supervised(tmp_path, 3, words, *hosts) as job:
+            job.wait_for_training(out, 2)
+            job.process.send_signal(signal.SIGINT)
+            job.wait_for(lambda: job.is_over)
+            assert job.process.returncode == SAVED, job.output
+    assert_counts(newest(out), N)
 
 
 @pytest.mark.long
