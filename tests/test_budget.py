@@ -11,8 +11,8 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39440
-TESTS = 36849  # all lines of tests and of their helpers, likewise
+TOTAL = 39460
+TESTS = 36990  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 61,
@@ -26,13 +26,13 @@ BUDGET = {
     "health": 698,
     "jax": 414,
     "kernels": 1953,
-    "launch": 2306,
+    "launch": 2316,
     "layout": 413,
     "library": 1622,
     "lightning": 679,
-    "mpi": 1796,
+    "mpi": 1799,
     "optim": 969,
-    "planning": 2485,
+    "planning": 2489,
     "problems": 933,
     "ps": 2239,
     "rounds": 2390,
@@ -40,7 +40,7 @@ BUDGET = {
     "snapshot": 715,
     "strategies": 429,
     "tables": 1490,
-    "tools": 5677,
+    "tools": 5680,
     "torch": 1615,
     "train.py": 84,
     "transport": 1655,
