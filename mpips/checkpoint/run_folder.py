@@ -179,11 +179,11 @@ def read_ranks(out: Path) -> list[tuple[str, int, int]]:
 def is_claimed(out: Path) -> bool:
     """Return whether a job has locked a run's folder. False also if the file system has no locks.
 
-    The lock is left as it is.
+    The lock is left as it is. For a moment it is shared with others that look.
     """
     try:
         with open(out / LOCK, "r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:  # no lock file, or no locks

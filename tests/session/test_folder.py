@@ -15,7 +15,7 @@ import pytest
 from mpips.checkpoint import list_checkpoints, open_checkpoint, run_folder, verify, write_shard
 from mpips.checkpoint.files import begin_step, step_folder
 from mpips.checkpoint.index import Contents, commit
-from mpips.checkpoint.run_folder import NO_LOCKS, RunFolder, claim, is_claimed, release
+from mpips.checkpoint.run_folder import LOCK, NO_LOCKS, RunFolder, claim, is_claimed, release
 from mpips.config import Config
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import to_toml
@@ -75,6 +75,9 @@ def test_a_look_at_a_folder_keeps_no_job_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process that asks whether it is in use locks it for a moment."""
+    with open(tmp_path / LOCK, "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        assert not is_claimed(tmp_path), "two look at a time"
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=[BlockingIOError, None]))
     claim(tmp_path)
 
