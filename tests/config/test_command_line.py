@@ -141,7 +141,7 @@ def test_resume_auto_starts_and_goes_on(plan: Plan) -> None:
     assert from_toml((out / "config.toml").read_text()).epochs == 3
 
 
-@pytest.mark.parametrize("name", ["auto", "turned"])
+@pytest.mark.parametrize("name", ["auto", "turned", "elastic"])
 def test_a_run_that_goes_on_in_another_mode_is_complete(name: str, plan: Plan) -> None:
     assert check_run(plan.out(name)) == []
 
