@@ -11,8 +11,8 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39460
-TESTS = 36993  # all lines of tests and of their helpers, likewise
+TOTAL = 39462
+TESTS = 36995  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 61,
@@ -36,7 +36,7 @@ BUDGET = {
     "problems": 933,
     "ps": 2239,
     "rounds": 2390,
-    "session": 1796,
+    "session": 1798,
     "snapshot": 715,
     "strategies": 429,
     "tables": 1490,

@@ -261,6 +261,8 @@ def _nodes(ranks: Cluster) -> list[dict[str, Any]]:
 def _where(job: Job, reason: str, unsaved: str | None) -> str:
     if unsaved:
         return f"not saved: {unsaved}"
+    if reason == "diverged":
+        return "not saved: it diverged"
     if reason.startswith("SIG"):
         by_supervisor = heartbeat.terms() is not None  # the supervisor prints the next step
         onward = "" if by_supervisor else f": go on with --out {job.out} --resume"

@@ -263,7 +263,7 @@ def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """Runs that end as the command says, and leave a world in which others run."""
     plan = Plan(tmp_path_factory.mktemp("runs"))
     for name, line in DIVERGED.items():
-        plan.add(name, 3, line.split(), code=1)
+        plan.add(name, 3, line.split(), code=1, quiet=False)
     shutil.copy(data / "good.npz", plan.folder)
     plan.add("data", 1, OTHER_DATA.split())
     plan.add("finished", 2, f"{QUICK} --mode sync --checkpoint-every 0".split())
@@ -279,4 +279,6 @@ def test_a_loss_that_is_nan(name: str, runs: Plan) -> None:
     assert re.search(r"(loss|parameters) .*(nan|inf|not finite) at step \d+", message), message
     assert not (out / "DONE").exists()
     assert summary(out)["stop_reason"] == "diverged"
+    (told,) = runs.outputs(name)
+    assert told.count("saved in ") + 1 == told.count("not saved: it diverged") == 1
     assert np.isfinite(newest(out).read_params()).all()
