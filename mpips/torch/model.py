@@ -311,7 +311,8 @@ def _never_trained(name: str) -> UserError:
 @contextmanager
 def evaluating(model: torch.nn.Module, params: Arrays) -> Iterator[None]:
     """Within the block, set a model to evaluation, with these parameters and running means."""
-    named, was = dict(model.named_parameters()), model.training
+    named = dict(model.named_parameters())
+    modes = [(module, module.training) for module in model.modules()]
     running, means = _running(model), statistics_of(model)
     known = {name: array for name, array in params.items() if name in named}
     parameters = [named[name] for name in known]  # also those that the loop has frozen
@@ -324,7 +325,8 @@ def evaluating(model: torch.nn.Module, params: Arrays) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
-        model.train(was)
+        for module, training in modes:  # a part of the model may be set apart
+            module.training = training
         for parameter, data in zip(parameters, before, strict=True):
             parameter.data = data
         _copy_into(running, means)

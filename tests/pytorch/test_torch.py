@@ -190,6 +190,15 @@ def test_what_is_frozen_in_the_loop_is_named_and_evaluated() -> None:
     assert list(Bound(model, 1.0, bound.parameters).parameters) == list(params)
 
 
+def test_an_evaluation_leaves_each_module_in_its_mode() -> None:
+    """A part of a model may be set apart, as one freezes BatchNorm."""
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Dropout())
+    model[0].eval()
+    with evaluating(model, {}):
+        assert not any(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == [True, False, True]
+
+
 def within() -> Any:
     """Return a mean whose gradient is left by a pass of its own."""
     return checkpoint(lambda x: x @ W / 4, torch.ones(4, requires_grad=True), use_reentrant=True)
