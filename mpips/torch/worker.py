@@ -37,8 +37,8 @@ class TorchSamples(Samples):
     """A PyTorch dataset of a known length, collated into batches.
 
     Args:
-        dataset: Any object with ``len`` and ``dataset[k]``. Batches of a `TensorDataset` are taken
-            by one index operation.
+        dataset: Any object with ``len`` and ``dataset[k]``. Batches of a plain `TensorDataset` are
+            taken by one index operation.
         collate: Makes a batch of a list of samples; by default torch's.
         processes: Processes that read the batches; None if the rank reads them itself.
 
@@ -60,7 +60,8 @@ class TorchSamples(Samples):
         if not self.n:
             raise UserError("dataset without a sample", "at least one")
         self._dataset, self._collate = dataset, collate
-        self._whole = isinstance(dataset, TensorDataset) and collate is None
+        own = getattr(type(dataset), "__getitem__", None) is not TensorDataset.__getitem__
+        self._whole = collate is None and not own
         self._processes = processes
         self.ahead = processes.ahead if processes is not None else 0
 

@@ -273,3 +273,14 @@ def test_batches_are_those_of_a_data_loader(dataset: Any) -> None:
     (x, y), _ = TorchSamples(dataset).read(np.array([4, 1]))
     assert (x.tolist(), y.tolist()) == (X[[4, 1]].tolist(), [4, 1])
     assert TorchSamples(dataset, len).read(np.array([3, 2, 5]))[0] == 3
+
+
+class Negated(TensorDataset):  # type: ignore[misc]
+    def __getitem__(self, k: int) -> Any:
+        x, y = super().__getitem__(k)
+        return -x, y
+
+
+def test_a_dataset_of_tensors_may_have_samples_of_its_own() -> None:
+    (x, y), _ = TorchSamples(Negated(X, Y)).read(np.array([4, 1]))
+    assert (x.tolist(), y.tolist()) == ((-X[[4, 1]]).tolist(), [4, 1])
