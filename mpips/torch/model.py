@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -86,7 +87,7 @@ def trained_parameters(
 def for_numpy(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor for NumPy: a copy if it `needs_copy`, else a view."""
     on_cpu = tensor.detach().cpu()
-    return on_cpu.float() if on_cpu.dtype in HALVES else on_cpu
+    return on_cpu.float() if on_cpu.is_floating_point() and on_cpu.itemsize < 4 else on_cpu
 
 
 def tensors_by_name(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -342,4 +343,18 @@ def state_of(model: torch.nn.Module, params: Mapping[str, np.ndarray]) -> dict[s
     """Return the model's state dict with these parameters, as copies in the host's memory."""
     with evaluating(model, params):
         state = model.state_dict().items()
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state}
+        return {name: on_host(value) for name, value in state}
+
+
+def on_host(value: Any) -> Any:
+    """Return a copy of a tensor on the host; tensors in containers are copied too.
+
+    The copy has its own memory: a view of a replica would be sent and saved with the whole replica.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {name: on_host(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [*map(on_host, value)] if isinstance(value, list) else (*map(on_host, value),)
+    return value

@@ -42,8 +42,9 @@ class Result(library.Result):
 
     Attributes:
         state_dict: The model's state dict, with the final parameters and BatchNorm's running means;
-            `params` has both. Other buffers are means over the workers. It has no rows of
-            `Embedding` and `EmbeddingBag`: `rows` reads them.
+            `params` has both. Other buffers are means over the workers, or those of worker 0 if
+            they have integers or differ in shape. It has no rows of `Embedding` and `EmbeddingBag`:
+            `rows` reads them.
     """
 
     state_dict: Mapping[str, torch.Tensor]
@@ -153,6 +154,8 @@ class TorchProgram(Program):
     def take(self, name: str, array: np.ndarray) -> None:
         """See `Model.take`; it may also be an array that is not trained."""
         tensors = tensors_by_name(self.model)
+        if np.shape(array) != tuple(tensors[name].shape):  # a forward pass has changed a buffer
+            tensors[name].data = tensors[name].new_empty(np.shape(array))
         with torch.no_grad():
             tensors[name].copy_(torch.tensor(array) if isinstance(array, np.ndarray) else array)
         if name in self._initial.running:
@@ -222,11 +225,11 @@ class TorchProgram(Program):
         mine, means = None, dict[str, np.ndarray]()
         if start.works:
             buffers = self.model.named_buffers()
-            mine = {n: for_numpy(b).numpy() for n, b in buffers if b.is_floating_point()}
+            mine = {n: for_numpy(b).numpy() for n, b in buffers if _is_plain(b)}
         if start.trains:
             of_workers = [arrays for arrays in start.ranks.gather(mine) or () if arrays is not None]
             for name in of_workers[0] if of_workers else ():
-                means[name] = np.asarray(np.mean([arrays[name] for arrays in of_workers], axis=0))
+                means[name] = _mean([arrays[name] for arrays in of_workers if name in arrays])
             means = start.ranks.share(means, start.ranks.roles.coordinator)
         self._buffers = start.share(means)
 
@@ -244,7 +247,8 @@ class TorchProgram(Program):
         """Return the model's state dict at the end of the run."""
         for name, buffer in self.model.named_buffers():
             if name in self._buffers:
-                buffer.copy_(torch.from_numpy(self._buffers[name]))
+                mean = torch.from_numpy(self._buffers[name])
+                buffer.data = mean.to(buffer.device, buffer.dtype)
         return state_of(self.model, params)
 
     def close(self) -> None:
@@ -256,11 +260,23 @@ class TorchProgram(Program):
             self._source.close()
 
 
+def _mean(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the mean of the workers' buffers; the first one if there is none."""
+    first = arrays[0]
+    if first.dtype.kind != "f" or any(array.shape != first.shape for array in arrays):
+        return first
+    return np.asarray(np.mean(arrays, axis=0, dtype="f8"), first.dtype)  # float32 may overflow
+
+
 def _mark(tensor: torch.Tensor) -> int:
     """Return a checksum of a tensor, which also shows changes of its ``data``."""
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+    if not _is_plain(tensor):
         return 0 if tensor.is_inference() else tensor._version
     return check_sum(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta)
 
 
 def _groups(given: Any) -> Sequence[Group]:

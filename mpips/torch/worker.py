@@ -22,7 +22,7 @@ from mpips.planning.job import steps_before
 from mpips.problems.accumulate import Task
 from mpips.tables.saved_rows import find_rows
 from mpips.torch.embedding import Source
-from mpips.torch.model import Bound, evaluating, trained_parameters
+from mpips.torch.model import Bound, evaluating, on_host, trained_parameters
 from mpips.torch.optimizer import Losses, Optimizer, param_groups
 from mpips.torch.processes import METHOD, Processes
 from mpips.torch.streamed import Streamed, StreamedSamples
@@ -362,20 +362,6 @@ def check_loader(dataset: Any, processes: int, unknown: Mapping[str, Any]) -> No
         expected = f"{', '.join(ARGUMENTS[:-1])} or {ARGUMENTS[-1]}"
         remedy = OF_DATALOADER.get(name) or nearest(name, ARGUMENTS)
         raise UserError(f"{name}= of worker.loader()", expected, remedy)
-
-
-def on_host(value: Any) -> Any:
-    """Return a copy of a tensor on the host; tensors in containers are copied too.
-
-    The copy has its own memory: a view of a replica would be sent and saved with the whole replica.
-    """
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, Mapping):
-        return {name: on_host(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [*map(on_host, value)] if isinstance(value, list) else (*map(on_host, value),)
-    return value
 
 
 def device_of(device: "torch.device | str", ranks: Cluster) -> torch.device:

@@ -37,6 +37,7 @@ LINES = {  # programs with their arguments, and where they run
     "epochs,numbered": ONE,  # each sample is in each epoch of a loop once
     "epochs,streamed": OTHER,
     "together,tensors": OTHER,  # reduced, and models saved
+    "together,buffers": ONE,  # of all kinds
     "together,means": [pytest.mark.long, *ONE],  # of BatchNorm
     "embeddings": OTHER,
     "epochs,read": OTHER,  # by processes

@@ -1,7 +1,7 @@
 """What workers have together: tensors, metrics, saved models, and BatchNorm's running means.
 
-``together.py OUT tensors``; or ``means``: these are averaged in each mode, in checkpoints, and in a
-resumed run.
+``together.py OUT tensors``, or ``buffers``; or ``means``: these are averaged in each mode, in
+checkpoints, and in a resumed run.
 """
 
 from importlib.util import find_spec
@@ -105,6 +105,51 @@ def tensors(out: Path) -> None:
         assert saved["1.weight"].untyped_storage().nbytes() == 4 * saved["1.weight"].numel()
 
 
+class Caches(nn.Module):
+    """A net with buffers of several kinds; a forward pass makes one anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(3, 2)
+        self.register_buffer("seen", torch.tensor(0))
+        self.register_buffer("least", torch.full((2,), torch.finfo(torch.float32).min))
+        self.register_buffer("graph", torch.eye(3).to_sparse())
+        self.register_buffer("small", torch.ones(2).to(torch.float8_e4m3fn))
+        self.register_buffer("cache", torch.empty(0), persistent=False)
+        self.register_buffer("table", torch.empty(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        self.cache, self.table = torch.ones(len(x)), torch.arange(4.0)
+        return self.out(torch.sparse.mm(self.graph, x.T).T)
+
+    def get_extra_state(self) -> str:
+        return "what is no tensor"
+
+    def set_extra_state(self, state: str) -> None:
+        assert state == self.get_extra_state()
+
+
+def buffers(out: Path) -> None:
+    """Train a model whose buffers change their shapes, in the loop and before it."""
+
+    def train(worker: mt.Worker) -> None:
+        worker.model(points[: 3 + worker.id])
+        learn(worker, 32, epochs=1)
+
+    for mode in ("async", "sync"):
+        result = mt.run(train, Caches, mpips.Adam(3e-3), mode=mode, out=out / mode, quiet=True)
+        state, new = result.state_dict, Caches()
+        new.table = torch.empty(4)
+        new.load_state_dict(state)
+        assert torch.equal(new.least, Caches().least)
+        assert torch.equal(new.graph.to_dense(), torch.eye(3))
+        assert torch.equal(new.small.float(), torch.ones(2))
+        assert torch.equal(new.table, torch.arange(4.0))
+        assert new.seen > 1
+        assert len({*WORLD.allgather(int(new.seen))}) == 1
+
+
 def metrics(model: nn.Module, batch: Any) -> dict[str, float]:
     return {"loss": float(F.cross_entropy(model(batch[0]), batch[1]))}
 
@@ -143,4 +188,4 @@ def means(out: Path) -> None:
 
 
 def main(out: Path, which: str) -> None:
-    {"tensors": tensors, "means": means}[which](out)
+    {"tensors": tensors, "buffers": buffers, "means": means}[which](out)
