@@ -215,7 +215,12 @@ class Optimizer(torch.optim.Optimizer):
         rates = [float(group["lr"]) for group in self.param_groups]
         if rates == self._rates:
             return 1.0
-        factors = [new / rate for new, rate in zip(rates, self._rates, strict=True) if rate]
+        both = [*zip(rates, self._rates, strict=True)]
+        if any(new and not rate for new, rate in both):
+            got = f"rates {rates} of the parameter groups, which began with {self._rates}"
+            remedy = "give the group its rate in run(), and freeze it by requires_grad_(False)"
+            raise UserError(got, "a rate of 0 that stays 0: a push carries a factor", remedy)
+        factors = [new / rate for new, rate in both if rate]
         least, most = min(factors, default=1.0), max(factors, default=1.0)
         if not 0 <= least <= most < math.inf:
             got = f"rates {rates} of the parameter groups"

@@ -258,6 +258,13 @@ def test_what_no_push_can_carry_is_refused(message: str) -> None:
     assert not pushed
 
 
+def test_a_group_that_began_without_a_rate_keeps_none() -> None:
+    opt = optimizer([], 0.5, 0.0)
+    opt.param_groups[1]["lr"] = 0.1
+    with pytest.raises(UserError, match=r"began with \[0\.5, 0\.0\], expected a rate of 0 that st"):
+        opt.step()
+
+
 def test_a_scaler_is_refused_at_its_first_step() -> None:
     """One that is not enabled, as where there is no device, hands a step on."""
     pushed = list[float]()
