@@ -243,7 +243,7 @@ class Bound:
                 frozen += [] if parameter.requires_grad else [name]
                 continue
             if grad is not self._grads[k] and k not in self.copies:
-                self._grads[k].copy_(grad)
+                self._grads[k].copy_(grad.detach())
             parameter.grad = None
         self.frozen, self._grads = tuple(frozen), []
         for name, buffer in self._running.items():
@@ -286,7 +286,7 @@ class Bound:
         if k in self.copies:
             if early:
                 self.copies.begin(k)
-        elif self._grads and parameter.grad is not self._grads[k]:
+        elif self._grads and not (parameter.grad is self._grads[k] or parameter.grad.requires_grad):
             self._grads[k].copy_(parameter.grad)
             parameter.grad = self._grads[k]
 

@@ -1,5 +1,6 @@
 """`mpips.torch`: PyTorch models with a loop of their own, on real ranks and alone."""
 
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -217,6 +218,27 @@ LOSSES: dict[str, Callable[[], object]] = {
     "one within another": lambda: (within() ** 2 / 3).backward(),
     "another thread": lambda: ThreadPoolExecutor(1).submit(W.mean().backward).result(),
 }
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_gradient_of_a_gradient_is_torchs_and_is_freed() -> None:
+    """A penalty on gradients, whose first pass keeps its graph."""
+    alone, model = (make_model(lambda: torch.nn.Linear(2, 1), 0) for _ in range(2))
+    bound, params, out, batches = Bound(model), dict(Initial(model)), memory(model), list[Any]()
+    bound.move_to(params)
+    for k in range(2):
+        bound.collect_into(out)
+        x = torch.full((3, 2), 1.0 + k)
+        batches.append(weakref.ref(x))
+        for net in (alone, model):
+            net.zero_grad()
+            net(x).square().sum().backward(create_graph=True)
+            (net.weight.grad.square().sum() * 0.1).backward()
+        bound.complete()
+        np.testing.assert_allclose(out["weight"], alone.weight.grad.detach(), rtol=1e-6)
+    del x
+    alone.zero_grad()
+    assert [batch() for batch in batches] == [None, None]
 
 
 def test_losses_are_noted() -> None:
