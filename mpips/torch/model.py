@@ -3,6 +3,7 @@
 Parameters in 16 bits or on another device are copies of that memory.
 """
 
+import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ def make_model(
 
     Args:
         make: Class or function that returns the module.
-        seed: Seed of torch's random numbers for the module.
+        seed: Seed of the random numbers for the module, of torch, NumPy and Python.
         groups: Groups of the run. The loop may train parameters to which they give a rate.
 
     Raises:
@@ -42,8 +43,8 @@ def make_model(
     if isinstance(make, torch.nn.Module) or not callable(make):
         got = f"model of type {type(make).__name__}"
         raise UserError(got, "a class or function that makes one", "such as model=Net, not Net()")
-    torch.manual_seed(seed)
-    model = make()
+    with _seeded(seed):
+        model = make()
     if not isinstance(model, torch.nn.Module):
         raise UserError(f"a model of type {type(model).__name__}", "a torch.nn.Module")
     trained = trained_parameters(model, groups)
@@ -66,6 +67,20 @@ def make_model(
             expected = f"an mpips.torch.{kind}, whose rows are a table of the servers"
             raise UserError(got, expected, "or leave out sparse=True: it is a parameter then")
     return model
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed random numbers within the block; those of NumPy and Python go on behind it."""
+    before, of_numpy = random.getstate(), np.random.get_state()
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(int(seed) % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        np.random.set_state(of_numpy)
 
 
 def trained_parameters(

@@ -1,5 +1,6 @@
 """`mpips.torch`: PyTorch models with a loop of their own, on real ranks and alone."""
 
+import random
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -286,6 +287,21 @@ def test_models_that_cannot_be_trained(message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_model(MODELS[message], 0, [mpips.Group("0.*", lr=0.1)])
     assert list(trained_parameters(make_model(frozen_sparse, 0))) == ["1.weight", "1.bias"]
+
+
+def test_a_model_of_random_numbers_is_the_same_on_every_rank() -> None:
+    """Also of those that torch does not draw, which go on behind it."""
+
+    class Features(torch.nn.Linear):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(2, 1)
+            drawn = torch.tensor([np.random.rand(), random.random()])
+            self.register_buffer("drawn", drawn)
+
+    one, before, other = make_model(Features, 5), np.random.rand(), make_model(Features, 5)
+    for name, tensor in one.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+    assert before not in (np.random.rand(), float(one.drawn[0]))
 
 
 X, Y = torch.arange(12.0).reshape(6, 2), torch.arange(6)
