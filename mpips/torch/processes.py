@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, Subset, default_collate
 
 from mpips.errors import Exit, UserError
 from mpips.mpi import signals
@@ -145,7 +145,7 @@ class Seeded:
     The generators of Python's `random`, NumPy (the legacy one) and torch are seeded before each
     sample with the run's seed, the epoch and the sample's number. So the sample is the same in each
     process, and in any order. A dataset that reads several samples at once (``__getitems__``) is
-    seeded by the first one.
+    seeded by the first one; so is a `Subset` of it.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -156,11 +156,13 @@ class Seeded:
         return self._dataset[sample[1]]
 
     def __getitems__(self, samples: list[Sample]) -> Any:
-        read_all = getattr(self._dataset, "__getitems__", None)
-        if read_all is None or not samples:
+        inner = self._dataset
+        while getattr(type(inner), "__getitems__", None) is Subset.__getitems__:
+            inner = inner.dataset
+        if not hasattr(inner, "__getitems__") or not samples:
             return [self[sample] for sample in samples]
         self._begin(samples[0])
-        return read_all([number for _, number in samples])
+        return self._dataset.__getitems__([number for _, number in samples])
 
     def _begin(self, sample: Sample) -> None:
         words = np.random.SeedSequence((self._seed, *sample)).generate_state(3).tolist()

@@ -17,6 +17,8 @@ from launch import ROOT, environment, run, until
 
 torch = pytest.importorskip("torch")
 
+from torch.utils.data import Subset  # noqa: E402
+
 from mpips.errors import UserError  # noqa: E402
 from mpips.mpi.process import running  # noqa: E402
 from mpips.torch.processes import Processes, Seeded  # noqa: E402
@@ -167,5 +169,6 @@ def test_what_is_random_in_a_sample_is_the_samples() -> None:
     assert [sample[0] for sample in found] == [5, 7, 5]
     drawn = {tuple(sample[3]) for sample in [*found, *other.__getitems__(samples)]}
     assert len(drawn) == 6
+    assert Seeded(Subset(Random(), range(9)), 3).__getitems__(samples) == found
     assert Seeded(Together(), 3).__getitems__(samples)[0] == found[0]
     assert Seeded(Together(), 3).__getitems__([]) == []
