@@ -16,6 +16,7 @@ from mpips.torch.state import KINDS, SPEED
 MakeOptimizer: TypeAlias = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 PER_GROUP = {"lr", "weight_decay"}
 FREE = {*PER_GROUP, *SPEED}  # arguments that may differ from those of the servers' rule
+SPECIAL = str.maketrans("[:;", "???")  # letters that a pattern does not have as themselves
 
 
 def read_optimizer(make: MakeOptimizer, model: torch.nn.Module) -> tuple[Optimizer, list[Group]]:
@@ -116,7 +117,7 @@ def _candidates(name: str) -> list[str]:
     """Return patterns that match a name: itself, its last part, and its prefixes."""
     parts = name.split(".")
     prefixes = [".".join(parts[:k]) + ".*" for k in range(1, len(parts))]
-    return [p.replace("[", "?") for p in (name, f"*.{parts[-1]}", *prefixes)]  # [ begins a set
+    return [p.translate(SPECIAL) for p in (name, f"*.{parts[-1]}", *prefixes)]
 
 
 def _class(make: Any) -> type:

@@ -117,6 +117,15 @@ def test_groups_of_an_optimizer_become_patterns() -> None:
     assert read_optimizer(decayed, model)[1] == [mpips.Group("*.bias", weight_decay=0.0)]
 
 
+def test_a_name_may_have_letters_that_patterns_use() -> None:
+    def rated(params: Any) -> torch.optim.Optimizer:
+        first, *rest = params
+        return torch.optim.AdamW([{"params": [first], "lr": 0.5}, {"params": rest}])
+
+    odd = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1) for name in ("a:[b];", "c")})
+    assert read_optimizer(rated, odd)[1] == [mpips.Group("a??b]?.weight", lr=0.5)]
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
