@@ -127,6 +127,7 @@ class TorchProgram(Program):
         if callable(optimizer) and not ours:
             if options.get("groups"):
                 got, remedy = "groups= beside a PyTorch optimizer", "give the groups to that"
+                remedy += "; to train later what is frozen now, give a rule of mpips"
                 raise UserError(got, "one of them", remedy)
             rule, groups = read_optimizer(optimizer, self.model)
             options = {**options, "groups": groups}
