@@ -24,6 +24,7 @@ from mpips.jax.trees import (
 )
 from mpips.library import run as library
 from mpips.library.data import Samples
+from mpips.library.optimizers import Optimizer
 from mpips.library.worker import Worker
 from mpips.problems.base import Arrays
 
@@ -78,7 +79,7 @@ def run(
     if not callable(loss):
         raise UserError(f"loss of type {type(loss).__name__}", "a function of params, x and y")
     gradient, like = value_and_grad(loss, params), Leaves(params)
-    if callable(getattr(optimizer, "update", None)):
+    if callable(getattr(optimizer, "update", None)) and not isinstance(optimizer, Optimizer):
         optimizer = rule_of(optimizer, params)
     if evaluate is None and held_out is not None:
         evaluate = functools.partial(loss_alone, loss)

@@ -11,6 +11,7 @@ import pytest
 from launch import ROOT, run
 from runs import HERE, Plan, summary
 
+import mpips
 import mpips.jax as mj
 from mpips.config import Config
 from mpips.datasets import Batch, DataInfo
@@ -205,3 +206,18 @@ def test_a_loss_of_real_targets_and_nothing_else(tmp_path: Path) -> None:
     problem = load_problem(f"{tmp_path / 'small.py'}:loss", data, Config(batch_size=5))
     batch = Batch(np.ones((5, 5), "f4"), np.ones(5, "f4"), np.arange(5))
     assert problem.evaluate(problem.init(np.random.default_rng(0)), batch) == {"loss": 1.0}
+
+
+class Whole(mpips.UpdateRule):
+    lr: float = 0.5
+
+    def update(self, name: str, w: Any, g: Any, /, t: int, lr: float) -> Any:
+        return (w - lr * g,)
+
+
+def test_a_rule_of_whole_arrays_is_none_of_optax(tmp_path: Path) -> None:
+    result = mj.run(
+        lambda w, x: ((w - x) ** 2).mean(), 0.0, np.full(4, 3.0), Whole(0.25), mode="sync",
+        batch_size=4, epochs=2, out=tmp_path / "run", quiet=True,
+    )  # fmt: skip
+    assert float(result.params) == 2.25
