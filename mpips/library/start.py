@@ -80,8 +80,8 @@ def checked(options: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str
             if name in NOT_OPTIONS:
                 expected += ", but for those of models and data: a program has its own"
             raise UserError(f"option {name!r}", expected, meant(name, [*legal, *ARGUMENTS]))
-        if isinstance(value, Path):
-            value = str(value)
+        if isinstance(value, (Path, np.generic)):  # such as a rate that NumPy has computed
+            value = str(value) if isinstance(value, Path) else value.item()
         if name == "groups" and isinstance(value, (list, tuple)):
             value = text_of(value)
         if name == "resume" and isinstance(value, bool):

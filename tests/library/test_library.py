@@ -23,6 +23,7 @@ from mpips.launch import mpirun
 from mpips.library import optimizers
 from mpips.library.data import Samples
 from mpips.library.loop import TEXT_MAX, note
+from mpips.library.start import checked
 from mpips.mpi.process import MEETS
 
 PROGRAMS = ROOT / "tests" / "library" / "programs"
@@ -330,6 +331,12 @@ def test_an_optimizer_is_options_of_a_job(rule: Any) -> None:
     validate(dataclasses.replace(Config(), **options))
     assert set(options) <= set(OPTIONS)
     assert len(RULES) == len(LEARNING_RATES)
+
+
+def test_numbers_of_numpy_are_options() -> None:
+    found = checked({"batch_size": np.int64(3)}, mpips.Adam(np.float64(0.125)))
+    assert found == {"batch_size": 3, "optimizer": "adam", "lr": 0.125}
+    assert type(found["lr"]) is float
 
 
 X = np.arange(12.0).reshape(6, 2)
