@@ -206,6 +206,11 @@ def part(batch: Range, worker: int, workers: int) -> Range:
     return epoch, begin + worker * n // workers, begin + (worker + 1) * n // workers
 
 
+def is_uneven(samples: int, workers: int, size: int) -> bool:
+    """Return whether some workers' parts of a batch have fewer batches of `size` than others."""
+    return -(-(samples // workers) // size) < -(-samples // (workers * size))
+
+
 def pieces(batch: Range, size: int) -> list[Range]:
     """Split a batch into the fewest equal parts of at most `size` samples, to within one sample."""
     n = batch[2] - batch[1]

@@ -218,7 +218,7 @@ class Collectives(Passes):
         if not self._in_step or job.few:
             kind = f"between two batches in mode {job.config.mode}"
             if self._in_step:
-                kind = "in a round with fewer samples than workers"
+                kind = "in a round with more batches for some of them"
             remedy = "here workers have different numbers of batches"
             expected = "a call behind a pass of worker.epochs(), or before or after the loop"
             raise UserError(f"{call} {kind}", expected, remedy)

@@ -126,8 +126,8 @@ class Loop(Collectives):
     ) -> dict[str, float]:
         """Return the means over samples, computed by all workers together if they share parameters.
 
-        Workers have the same parameters after the loop and in mode sync. An exception is a round of
-        fewer samples than workers: some workers have then begun the next round.
+        Workers have the same parameters after the loop and in mode sync. An exception is a round
+        with fewer batches for some workers, which may have begun the next round.
         """
         if self._tasks is None:
             raise UserError("evaluate() before the loop over the batches", "a call in it, or after")

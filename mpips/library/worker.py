@@ -208,10 +208,10 @@ class Worker(Loop):
         """Return the means over held-out samples.
 
         Workers share the samples after the loop, and in mode sync also in the loop. There, every
-        worker that has a batch calls it between the same two steps. In an epoch's last round of
-        fewer samples than workers, each of them evaluates all samples. In the loop of another mode
-        a worker evaluates all samples by itself, with its own parameters: those of its current
-        batch, or else of its next one. No other worker waits for it or has to call it.
+        worker that has a batch calls it between the same two steps. In an epoch's last round, each
+        evaluates all samples if some have fewer batches than others. In the loop of another mode a
+        worker evaluates all samples by itself, with its own parameters: those of its current batch,
+        or else of its next one. No other worker waits for it or has to call it.
 
         Args:
             metrics: ``metrics(params, batch)`` returns means over a batch, ``loss`` among them.

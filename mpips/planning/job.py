@@ -78,7 +78,8 @@ class Job:
         left: Whether the program has left its loop: it computes nothing for a round's last batches.
         heard_stop: On a worker without rounds, handles messages while its program waits, and
             returns whether one of them ends its loop.
-        few: Whether the current round, or else the last one, has fewer samples than workers.
+        few: Whether some workers have fewer batches than others of the current round, or else the
+            last one.
         sets_rate: Whether a worker's program may set a factor of the learning rate, on any rank.
         rate_factor: The factor that this rank's program has set for the current step.
         lr_scale: Factor of all ranks' learning rate after deaths; see option ``scale_lr``.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpips.datasets.ledger import Range, epochs_over, leave, part, split
+from mpips.datasets.ledger import Range, epochs_over, is_uneven, leave, part, split
 from mpips.health import status_board
 from mpips.mpi import signals
 from mpips.mpi.collectives import cluster_subset, free, gather_polled
@@ -263,7 +263,7 @@ class RoundLoop:
     def _round(self, batch: Range) -> Tasks[str]:
         """Run one round; returns the reason if the run ends with it, else an empty text."""
         found, n = (0.0, 0), batch[2] - batch[1]
-        self._job.few = n < len(self._cluster.roles.workers)
+        self._job.few = is_uneven(n, len(self._cluster.roles.workers), self._job.config.batch_size)
         status_board.set_phase(status_board.COMPUTING, time.perf_counter())
         if self._worker is not None:
             found = yield from self._worker.compute(batch, self._step)

@@ -247,6 +247,16 @@ def uneven(worker: mpips.Worker) -> None:
         check_evaluation(worker, shared)
 
 
+def unequal(worker: mpips.Worker) -> None:
+    """Go through a round that has two batches for one worker and one for each other."""
+    for _ in worker.batches(worker.workers * SIZE + 1, batch_size=SIZE, epochs=1):
+        with pytest.raises(UserError, match="in a round with more batches for some of them"):
+            worker.barrier()
+        assert worker.evaluate(lambda params, batch: {"loss": 2.0}, N) == {"loss": 2.0}
+        worker.grads["w"][:] = 1
+        worker.push(1.0)
+
+
 def few(worker: mpips.Worker) -> None:
     """Be refused where all batches that are left may be another worker's."""
     batches = worker.batches(3 * SIZE, batch_size=SIZE)
@@ -316,6 +326,7 @@ def main(out: Path) -> None:
             assert signal.getsignal(signal.SIGUSR1) is handler
     run(few, out / "few", mode="async")
     run(uneven, out / "uneven", mode="sync")
+    run(unequal, out / "unequal", mode="sync", accumulate=2)
     print(f"rank {WORLD.rank} is done: together", flush=True)
 
 
