@@ -143,8 +143,9 @@ def go_on(trainer: Trainer, epoch: int, steps: int) -> None:
     loop.reset_restart_stage()
     loop.epoch_loop.reset_restart_stage()
     for config in trainer.lr_scheduler_configs if _steps(trainer) else ():
-        while config.interval == "epoch" and _count(config) < epoch // config.frequency:
-            config.scheduler.step()
+        if config.interval == "epoch" and not config.reduce_on_plateau:  # which needs metrics
+            while _count(config) < epoch // config.frequency:
+                config.scheduler.step()
 
 
 def end(trainer: Trainer) -> None:

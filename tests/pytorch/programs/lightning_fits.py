@@ -280,6 +280,21 @@ def check_continued(folder: Path) -> None:
     assert close(back, ours)
 
 
+class Plateau(Classes):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return [optimizer], [{"scheduler": schedule, "monitor": "train_loss"}]
+
+
+def check_plateau(folder: Path) -> None:
+    """A run with a scheduler that needs metrics goes on."""
+    for epochs in (1, 2):
+        trainer = make("sync", folder / "plateau", {"resume": "auto"}, max_epochs=epochs)
+        trainer.fit(Plateau(9), shuffled())
+        assert trainer.current_epoch == epochs
+
+
 class Odd(Classes):
     def __init__(self, *optimizers: Any) -> None:
         super().__init__(9, manual=len(optimizers) > 1)
@@ -357,7 +372,8 @@ def main(folder: Path) -> None:
     for mode in ("async", "sync", "local_sgd"):
         check_fit(mode, folder)
     for check in (
-        check_equal, check_ends, check_resumed, check_continued, check_refused, check_precisions,
+        check_equal, check_ends, check_resumed, check_continued,
+        check_plateau, check_refused, check_precisions,
         check_fabric,
     ):  # fmt: skip
         check(folder)
