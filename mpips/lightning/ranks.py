@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
@@ -16,6 +16,9 @@ from mpips.mpi.collective_errors import raise_on_all
 from mpips.mpi.collectives import broadcast_polled, cluster_subset, gather_polled
 from mpips.mpi.start import whole_world
 from mpips.session.setup import assign_roles
+
+if TYPE_CHECKING:
+    from mpips.lightning.run import Fit
 
 
 class Ranks(ClusterEnvironment):
@@ -129,7 +132,8 @@ class Collectives:
     """Collective operations of Lightning's strategies, over the workers.
 
     In modes without rounds workers do not wait for each other in the training loop: a call returns
-    the worker's own value there. On servers every call returns the server's own value.
+    the worker's own value there. So does a call in a round that has more batches for some workers
+    than for others. On servers every call returns the server's own value.
 
     Attributes:
         ranks: The ranks.
@@ -139,6 +143,7 @@ class Collectives:
 
     ranks: Ranks
     begins = trains = False
+    _fit: "Fit"
 
     @property
     def root_device(self) -> torch.device:
@@ -148,7 +153,8 @@ class Collectives:
     @property
     def shares(self) -> bool:
         """Whether workers wait for each other at this point."""
-        return self.ranks.works and not (self.trains and not self.ranks.config.in_rounds)
+        alone = not self.ranks.config.in_rounds or self._fit.in_uneven_round
+        return self.ranks.works and not (self.trains and alone)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of the workers that wait for each other, by global rank.

@@ -122,6 +122,14 @@ class Fit:
         self._loader = self.worker.loader(**given)
         self._passes = self.worker.epochs()
 
+    @property
+    def in_uneven_round(self) -> bool:
+        """Whether the current round has more batches for some workers than for others."""
+        if self.worker is None or self.worker.ended is not None:
+            return False
+        job = getattr(self._run.start, "job", None)  # before the first pass there is none
+        return job is not None and job.few
+
     def begin_epoch(self) -> int | None:
         """Begin the next epoch. Returns its number, or None after the end of the run.
 

@@ -295,6 +295,17 @@ def check_plateau(folder: Path) -> None:
         assert trainer.current_epoch == epochs
 
 
+def check_uneven(folder: Path) -> None:
+    """In an epoch's last round some workers have fewer batches, or none: nobody waits for them."""
+    saves = ModelCheckpoint(folder / "uneven", every_n_train_steps=1)
+    for count, batches, others in ((6 * WORLD.size + 1, 1, [saves]), (9 * WORLD.size + 1, 2, [])):
+        notes = Notes()
+        more = {"callbacks": [notes, *others], "accumulate_grad_batches": batches}
+        trainer = make("sync", folder / f"uneven-{batches}", **more)
+        trainer.fit(Classes(1000), DataLoader(first(count), 3), DataLoader(DATA, 64))
+        assert gathered(notes.samples) == every(EPOCHS, count)
+
+
 class Odd(Classes):
     def __init__(self, *optimizers: Any) -> None:
         super().__init__(9, manual=len(optimizers) > 1)
@@ -373,7 +384,8 @@ def main(folder: Path) -> None:
         check_fit(mode, folder)
     for check in (
         check_equal, check_ends, check_resumed, check_continued,
-        check_plateau, check_refused, check_precisions,
+        check_plateau,
+        check_uneven, check_refused, check_precisions,
         check_fabric,
     ):  # fmt: skip
         check(folder)
