@@ -10,7 +10,11 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 
@@ -40,6 +44,12 @@ def check(trainer: Trainer) -> None:
     if any(isinstance(one, GradientAccumulationScheduler) for one in trainer.callbacks):
         got, remedy = "a GradientAccumulationScheduler", "Trainer(accumulate_grad_batches=)"
         raise UserError(got, "as many batches a step in the whole run", remedy)
+    for one in trainer.callbacks:
+        if isinstance(one, (StochasticWeightAveraging, WeightAveraging)):
+            got, remedy = f"a {type(one).__name__}, which sets parameters", "give Strategy(ema=)"
+            raise UserError(got, "none: the run alone sets them", remedy)
+    if getattr(trainer.strategy, "_layer_sync", None) is not None:
+        raise UserError("sync_batchnorm=True", "False: only running means are shared")
     if trainer.reload_dataloaders_every_n_epochs:
         got = f"reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs}"
         raise UserError(got, "one dataset in the whole run", "leave it out")

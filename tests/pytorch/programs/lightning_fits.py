@@ -13,7 +13,12 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    LambdaCallback,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.plugins.precision import MixedPrecision
 from mpi4py import MPI
 from torch import nn
@@ -320,6 +325,7 @@ def check_refused(folder: Path) -> None:
     sgd, rprop, loader = torch.optim.SGD, torch.optim.Rprop, DataLoader(DATA, SIZE)
     weighted = DataLoader(DATA, SIZE, sampler=WeightedRandomSampler([1.0] * COUNT, COUNT))
     scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    averages = StochasticWeightAveraging(0.1)
     clipped = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}
 
     def fit(module: Any, data: Any, more: dict[str, Any]) -> None:
@@ -332,6 +338,8 @@ def check_refused(folder: Path) -> None:
         ("returns torch.optim.Rprop, expected one of torch.optim.SGD", Odd(rprop), loader, {}),
         ("sampler=WeightedRandomSampler", Classes(9), weighted, {}),
         ("gradient_clip_algorithm='value'", Classes(9), loader, clipped),
+        ("sync_batchnorm=True", Classes(9), loader, {"sync_batchnorm": True}),
+        ("a StochasticWeightAveraging", Classes(9), loader, {"callbacks": [averages]}),
         ("precision='16-mixed'", Classes(9), loader, {"plugins": [scaled]}),
         ("epochs= to the strategy, expected it in Trainer(max_epochs=)", None, None, {"epochs": 3}),
         ("option 'server'", None, None, {"server": 1}),
