@@ -49,7 +49,7 @@ class Rates:
     def __init__(self, given: torch.optim.Optimizer, ours: Optimizer) -> None:
         self.given, self.ours = given, ours
         number = {id(p): k for k, group in enumerate(given.param_groups) for p in group["params"]}
-        self._theirs = [number[id(group["params"][0])] for group in ours.param_groups]
+        self._theirs = [{number[id(p)] for p in group["params"]} for group in ours.param_groups]
         self._fixed = self._other_numbers()
 
     def _other_numbers(self) -> list[dict[str, Any]]:
@@ -61,15 +61,20 @@ class Rates:
         """Copy the current rates, which the next push carries.
 
         Raises:
-            UserError: If the user's optimizer has other groups than at first, or another number of
-                a group has changed.
+            UserError: If the user's optimizer has other groups than at first, another number of a
+                group has changed, or rates went different ways.
         """
         if self._other_numbers() != self._fixed:
             got = "a momentum, a weight decay or a parameter group that changes in the run"
             remedy = "give OneCycleLR cycle_momentum=False; name all groups in configure_optimizers"
             raise UserError(got, "rates alone: a push carries a factor of them", remedy)
-        for ours, k in zip(self.ours.param_groups, self._theirs, strict=True):
-            ours[RATE] = self.given.param_groups[k][RATE]
+        for ours, numbers in zip(self.ours.param_groups, self._theirs, strict=True):
+            rates = {float(self.given.param_groups[k][RATE]) for k in numbers or {0}}
+            if len(rates) > 1:
+                got = f"rates {sorted(rates)} of parameter groups that began with one rate"
+                remedy = "use a scheduler that multiplies all rates by the same"
+                raise UserError(got, "one factor: a push carries one", remedy)
+            ours[RATE] = rates.pop()
 
     def stepped(self) -> None:
         """Note a step: schedulers warn if they step before the optimizer."""

@@ -26,7 +26,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import mpips.lightning
+import mpips.torch as mt
 from mpips.errors import UserError
+from mpips.lightning.rates import Rates
 
 WORLD = MPI.COMM_WORLD
 COUNT, EPOCHS, SIZE, LATE_S = 103, 3, 8, 0.5
@@ -349,6 +351,22 @@ def check_refused(folder: Path) -> None:
         WORLD.barrier()
 
 
+def check_rates(folder: Path) -> None:
+    """Groups that began alike, and so are one group of the run, have one rate."""
+    one, other = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    given = torch.optim.SGD([{"params": [one]}, {"params": [other]}], 0.1)
+    ours = mt.Optimizer([{"params": [one, other], "lr": 0.1}], print, print)
+    rates = Rates(given, ours)
+    for lr in (0.1, 0.2):
+        given.param_groups[1]["lr"] = lr
+        if lr == 0.2:
+            with pytest.raises(UserError, match=r"rates \[0.1, 0.2\] of parameter groups"):
+                rates.set()
+        given.param_groups[0]["lr"] = lr
+        rates.set()
+        assert ours.param_groups[0]["lr"] == lr
+
+
 def check_precisions(folder: Path) -> None:
     """Fit in bfloat16, by autocast and by a module that is all of it."""
     for precision, dtype in (("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)):
@@ -393,7 +411,8 @@ def main(folder: Path) -> None:
     for check in (
         check_equal, check_ends, check_resumed, check_continued,
         check_plateau,
-        check_uneven, check_refused, check_precisions,
+        check_uneven, check_refused,
+        check_rates, check_precisions,
         check_fabric,
     ):  # fmt: skip
         check(folder)
