@@ -55,11 +55,9 @@ def check(trainer: Trainer) -> None:
         raise UserError(got, "one dataset in the whole run", "leave it out")
 
 
-def options_of(trainer: Trainer, config: Config) -> dict[str, Any]:
+def options_of(trainer: Trainer) -> dict[str, Any]:
     """Return the options of a run for a Trainer's arguments."""
     options: dict[str, Any] = {"accumulate": trainer.accumulate_grad_batches}
-    if _counts_steps(trainer, config):
-        options["steps"] = trainer.max_steps
     if trainer.gradient_clip_val and not _clips(trainer):
         options["clip"] = float(trainer.gradient_clip_val)
     return options
@@ -80,27 +78,33 @@ def _clips(trainer: Trainer) -> bool:
     return bool(is_overridden("configure_gradient_clipping", trainer.lightning_module))
 
 
-def saved(trainer: Trainer, resumes: bool) -> tuple[Mapping[str, Any] | None, dict[str, Any]]:
-    """Return the initial optimizer state, and an option with the number of remaining epochs.
+def saved(
+    trainer: Trainer, config: Config, resumes: bool
+) -> tuple[Mapping[str, Any] | None, dict[str, Any]]:
+    """Return the initial optimizer state, and an option with the remaining epochs or steps.
 
     They are from the checkpoint of `Trainer.fit(ckpt_path=)`, unless a run of mpips `resumes`,
     which has its own.
 
     Raises:
-        UserError: If no epoch is left: Lightning would not begin a loop, and servers would wait.
+        UserError: If none is left: Lightning would not begin a loop, and servers would wait.
     """
-    total, state = trainer.fit_loop.max_epochs, None
-    done = 0 if resumes else trainer.fit_loop.epoch_progress.current.processed  # of an earlier fit
+    steps, state = trainer.max_steps != -1, None
+    total = trainer.max_steps if steps else trainer.fit_loop.max_epochs
+    progress = trainer.fit_loop.epoch_progress.current  # of an earlier fit
+    done = 0 if resumes or steps else progress.processed
     checkpoint = trainer._checkpoint_connector._loaded_checkpoint
     if checkpoint and not resumes:
         states = checkpoint.get("optimizer_states") or [{}]
         state = states[0] if states[0].get("state") else None
-        done = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
-    without_end = total == -1 or trainer.max_steps != -1
-    if not without_end and total <= done:
-        got = f"fit() of max_epochs={total}, behind {done} epochs"
-        raise UserError(got, "epochs that are left", "give the Trainer more of them")
-    return state, {} if without_end else {"epochs": total - done}
+        progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
+        done = checkpoint["global_step"] if steps else progress["processed"]
+    what = "steps" if steps else "epochs"
+    if -1 < total <= done:
+        got = f"fit() of max_{what}={total}, behind {done} {what}"
+        raise UserError(got, f"{what} that are left", "give the Trainer more of them")
+    counted = total != -1 and (not steps or _counts_steps(trainer, config))
+    return state, {what: total - done} if counted else {}
 
 
 def train_batches(trainer: Trainer) -> Batches:

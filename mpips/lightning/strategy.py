@@ -106,9 +106,9 @@ class Strategy(Collectives, ParallelStrategy):
         trainer.fit_loop.setup_data()
         self._fit.batches = progress.train_batches(trainer)
         resumes = bool(self._options.get("resume"))
-        more = progress.options_of(trainer, self.ranks.config)
-        state, epochs = progress.saved(trainer, resumes)
-        self._fit.begin(self._stack, self.lightning_module, optimizer, more | epochs, state)
+        more = progress.options_of(trainer)
+        state, rest = progress.saved(trainer, self.ranks.config, resumes)
+        self._fit.begin(self._stack, self.lightning_module, optimizer, more | rest, state)
         self.begins = False
         if self._fit.worker is None:
             raise _Served

@@ -269,22 +269,41 @@ def check_resumed(folder: Path) -> None:
             assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == updates
 
 
+class Apart(Classes):
+    """Has a frozen parameter, and its groups in an order of its own."""
+
+    def configure_optimizers(self) -> Any:
+        first, _, last = self.net
+        last.bias.requires_grad_(False)
+        rest = [first.weight, first.bias]
+        groups = [{"params": [last.weight, last.bias], "lr": 0.01}, {"params": rest}]
+        return torch.optim.AdamW(groups, 0.02, weight_decay=0.1)
+
+
 def check_continued(folder: Path) -> None:
     """A checkpoint of plain Lightning goes on, with its optimizer's state; and the other way."""
-    data, whole, ours, back = first(COUNT, WORLD.size), Classes(6), Classes(6), Classes(6)
-    plain(whole, data)
-    half, path = plain(Classes(6), data, 3), WORLD.bcast(str(folder / "half.ckpt"))
-    if WORLD.rank == 0:
-        half.save_checkpoint(path)
-    WORLD.barrier()
-    trainer = make("sync", folder / "continued", max_epochs=6, **DOUBLE)
-    trainer.fit(ours, DataLoader(data, len(data) // WORLD.size), ckpt_path=path)
-    assert trainer.current_epoch == trainer.global_step == 6
-    assert close(ours, whole)
+    data = first(COUNT, WORLD.size)
+    for kind in (Classes, Apart):
+        for limit in ("max_epochs", "max_steps"):
+            whole, ours, back = kind(6), kind(6), kind(6)
+            plain(whole, data)
+            half, path = plain(kind(6), data, 3), WORLD.bcast(str(folder / "half.ckpt"))
+            if WORLD.rank == 0:
+                half.save_checkpoint(path)
+            WORLD.barrier()
+            name = f"continued-{kind.__name__}-{limit}"
+            trainer = make("sync", folder / name, **{"max_epochs": -1, limit: 6}, **DOUBLE)
+            loader = DataLoader(data, len(data) // WORLD.size)
+            trainer.fit(ours, loader, ckpt_path=path)
+            assert trainer.current_epoch == trainer.global_step == 6
+            assert close(ours, whole), name
     trainer.save_checkpoint(folder / "ours.ckpt")
     WORLD.barrier()
     assert plain(back, data, path=folder / "ours.ckpt").current_epoch == 6
     assert close(back, ours)
+    trainer = make("sync", folder / "none", max_epochs=-1, max_steps=3)
+    with pytest.raises(UserError, match=r"fit\(\) of max_steps=3, behind 3 steps"):
+        trainer.fit(kind(6), loader, ckpt_path=path)
 
 
 class Plateau(Classes):
@@ -409,10 +428,7 @@ def main(folder: Path) -> None:
     for mode in ("async", "sync", "local_sgd"):
         check_fit(mode, folder)
     for check in (
-        check_equal, check_ends, check_resumed, check_continued,
-        check_plateau,
-        check_uneven, check_refused,
-        check_rates, check_precisions,
-        check_fabric,
+        check_equal, check_ends, check_resumed, check_continued, check_plateau, check_uneven,
+        check_refused, check_rates, check_precisions, check_fabric,
     ):  # fmt: skip
         check(folder)
