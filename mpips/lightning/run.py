@@ -45,6 +45,8 @@ class LightningProgram(TorchProgram):
         first = as_made(optimizer)
         with torch.random.fork_rng(devices=[]):
             super().__init__(_loop, lambda: module, lambda params: first, options, optimizer_state)
+        names = {id(p): name for name, p in module.named_parameters()}
+        self.state_order = [[names[id(p)] for p in g["params"]] for g in first.param_groups]
         kind = type(module)  # of no file, if it was typed into an interpreter
         file = getattr(sys.modules.get(kind.__module__), "__file__", None) or "program.py"
         self.name = f"{Path(file).with_suffix('.py').name}:{kind.__name__}"

@@ -106,6 +106,7 @@ class TorchProgram(Program):
     """Program of a run of a PyTorch model; see `run`."""
 
     sets_rate = True
+    state_order: Sequence[Sequence[str]] | None = None  # see `TorchState`
 
     def __init__(
         self,
@@ -149,7 +150,9 @@ class TorchProgram(Program):
         """
         problem = super().of_job(data, config)
         if (state := self.optimizer_state) is not None:
-            problem.rule_state = TorchState(state, config, self.layout, self.statistics)
+            problem.rule_state = TorchState(
+                state, config, self.layout, self.statistics, self.state_order
+            )
         return problem
 
     def take(self, name: str, array: np.ndarray) -> None:

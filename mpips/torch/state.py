@@ -144,6 +144,8 @@ class TorchState:
         config: Configuration of the run.
         layout: Layout of the run's vector.
         statistics: Names of arrays in the vector that are not parameters.
+        order: Names of the parameters of each group of the state, frozen ones too; None for the
+            groups of the run.
 
     Attributes:
         steps: Number of updates so far; 0 if the rule does not count them.
@@ -155,7 +157,12 @@ class TorchState:
     """
 
     def __init__(
-        self, state: Mapping[str, Any], config: Config, layout: Layout, statistics: Sequence[str]
+        self,
+        state: Mapping[str, Any],
+        config: Config,
+        layout: Layout,
+        statistics: Sequence[str],
+        order: Sequence[Sequence[str]] | None = None,
     ) -> None:
         _check(config, "optimizer_state in")
         if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
@@ -165,12 +172,15 @@ class TorchState:
         shapes = dict(zip(layout.names, layout.shapes, strict=True))
         trained = Layout.of({n: shape for n, shape in shapes.items() if n not in statistics})
         expected = torch_optimizer(config, trained, [], 0)
-        _check_groups(state["param_groups"], expected, config.optimizer)
-        in_groups = param_groups({name: name for name in trained.names}, config)
-        names = [name for group in in_groups for name in group["params"]]
+        in_run = [g["params"] for g in param_groups({name: name for name in trained.names}, config)]
+        groups = zip(in_run, expected.param_groups, strict=True)
+        ours = {name: group for names, group in groups for name in names}
+        kind = type(expected).__name__
+        _check_groups(state["param_groups"], order or in_run, ours, kind, config.optimizer)
+        names = [name for names in order or in_run for name in names]
         numbers = [k for group in state["param_groups"] for k in group["params"]]
-        states = state["state"]
-        self._state = {name: states.get(k, {}) for name, k in zip(names, numbers, strict=True)}
+        found = {n: state["state"].get(k, {}) for n, k in zip(names, numbers, strict=True)}
+        self._state = {name: found.get(name, {}) for name in trained.names}
         self._keys = dict(zip(self.slot_names, KINDS[config.optimizer][2], strict=True))
         for name, tensors in self._state.items():
             for key in self._keys.values():
@@ -203,20 +213,31 @@ class TorchState:
 
 
 def _check_groups(
-    given: Sequence[Mapping[str, Any]], expected: torch.optim.Optimizer, rule: str
+    given: Sequence[Mapping[str, Any]],
+    names: Sequence[Sequence[str]],
+    expected: Mapping[str, Mapping[str, Any]],
+    kind: str,
+    rule: str,
 ) -> None:
     """Check that the groups of a state dict are those of the run, except for their rates.
+
+    Args:
+        given: The groups of the state dict.
+        names: Names of the parameters of each group.
+        expected: The run's group of each trained parameter, by its name.
+        kind: Name of torch's class, for messages.
+        rule: Name of the rule, for messages.
 
     Raises:
         UserError: If they differ.
     """
-    groups, kind = expected.param_groups, type(expected).__name__
-    sizes = [len(group["params"]) for group in given], [len(group["params"]) for group in groups]
+    sizes = [len(group["params"]) for group in given], [len(members) for members in names]
     if sizes[0] != sizes[1]:
         got = f"an optimizer_state with groups of {sizes[0]} parameters"
         remedy = "the first group is what is of no group of the run, then each of groups="
         raise UserError(got, f"{sizes[1]}, as in the run", remedy)
-    for theirs, ours in zip(given, groups, strict=True):
+    for theirs, members in zip(given, names, strict=True):
+        ours = next((expected[name] for name in members if name in expected), {})
         for key in [key for key in ours if key not in FREE]:
             if key not in theirs and key in NEWER:
                 continue

@@ -160,6 +160,18 @@ def test_each_parameter_has_its_own_number_of_steps(
     np.testing.assert_array_equal(found.read_slot("m", 0, 6), vectors[0, :6])
 
 
+def test_a_state_may_be_in_the_order_of_torchs_own_groups() -> None:
+    """With parameters that are frozen: those of a checkpoint of Lightning."""
+    a, b, frozen = (torch.nn.Parameter(torch.ones(s)) for s in (*TRAINED.shapes, (2,)))
+    opt = torch.optim.Adam([{"params": [frozen, b], "lr": 0.2}, {"params": [a]}], 0.1)
+    a.grad, b.grad = torch.ones(2, 3), torch.full((4,), 2.0)
+    opt.step()
+    c, order = Config(optimizer="adam", lr=0.1, groups="b: lr=0.2"), [["frozen", "b"], ["a"]]
+    found = TorchState(opt.state_dict(), c, LAYOUT, ("mean",), order)
+    np.testing.assert_allclose(found.read_slot("m"), [0.1] * 6 + [0.2] * 4 + [0, 0], rtol=1e-6)
+    assert (found.steps, found.skipped) == (1, {})
+
+
 def test_a_fresh_optimizer_and_another_rate_will_do() -> None:
     opt = torch.optim.Adam([torch.nn.Parameter(torch.zeros(s)) for s in TRAINED.shapes], 3.0)
     lr_scheduler.ConstantLR(opt)  # leaves a rate of its own
