@@ -11,25 +11,25 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39462
-TESTS = 36995  # all lines of tests and of their helpers, likewise
+TOTAL = 39547
+TESTS = 37235  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 61,
     "checkpoint": 1521,
     "codecs": 617,
     "config": 1251,
-    "datasets": 2642,
+    "datasets": 2644,
     "errors.py": 57,
     "extras.py": 16,
     "failover": 867,
     "health": 698,
-    "jax": 414,
+    "jax": 415,
     "kernels": 1953,
     "launch": 2316,
     "layout": 413,
     "library": 1622,
-    "lightning": 679,
+    "lightning": 711,
     "mpi": 1799,
     "optim": 969,
     "planning": 2489,
@@ -41,7 +41,7 @@ BUDGET = {
     "strategies": 429,
     "tables": 1490,
     "tools": 5680,
-    "torch": 1615,
+    "torch": 1665,
     "train.py": 84,
     "transport": 1655,
 }
