@@ -94,6 +94,9 @@ def perform(act: Callable[[Sequence[str]], object], argv: Sequence[str]) -> int:
     except UserError as error:
         complain(error)
         return error.code
+    except PermissionError as problem:  # such as a run of another user
+        complain(f"{problem.filename}: {problem.strerror}, expected one that you may read")
+        return Exit.REFUSED
     return Exit.DONE
 
 

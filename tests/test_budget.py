@@ -11,16 +11,16 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39547
-TESTS = 37235  # all lines of tests and of their helpers, likewise
+TOTAL = 39554
+TESTS = 37261  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 61,
-    "checkpoint": 1521,
+    "checkpoint": 1525,
     "codecs": 617,
     "config": 1251,
     "datasets": 2644,
-    "errors.py": 57,
+    "errors.py": 60,
     "extras.py": 16,
     "failover": 867,
     "health": 698,

@@ -1,8 +1,10 @@
 """The commands of mpips: their list, the console script, job files that come along, lines."""
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,14 @@ from launch import ROOT, python, run
 
 from mpips import __main__, __version__
 from mpips.__main__ import COMMANDS
+from mpips.checkpoint.__main__ import main as checkpoint
 from mpips.config import jobfile
 from mpips.config.jobfile import read_toml, resolve
 from mpips.config.option import HELP_WIDTH
 from mpips.errors import complain, write_line
+from mpips.launch.__main__ import main as launch
+from mpips.launch.ranks import main as ps
+from mpips.tools.results import main as results
 
 SCRIPT = "import sys\nfrom mpips.__main__ import script\nsys.exit(script())\n"  # as pip writes it
 
@@ -167,3 +173,23 @@ def test_where_lines_go(capsys: pytest.CaptureFixture[str]) -> None:
     write_line("a line\nand its second")
     complain(ValueError("a cause"))
     assert capsys.readouterr() == ("a line\nand its second\n", "mpips: a cause\n")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+@pytest.mark.parametrize(
+    ("command", "words"), [(ps, []), (results, []), (checkpoint, ["list"]), (launch, ["-n2", "--"])]
+)
+def test_a_run_of_somebody_else(
+    command: Callable[[list[str]], int],
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Or a program, which one may not even look for: that is said in a line."""
+    tmp_path.chmod(0o700)
+    os.seteuid(65534)
+    try:
+        assert command([*words, str(tmp_path / "run.py")]) == 2
+    finally:
+        os.seteuid(0)
+    assert re.match(r"mpips\S* .*run.py.*, expected ", capsys.readouterr().err)

@@ -172,6 +172,10 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"mpips.checkpoint: {error}", file=sys.stderr)
         return error.code
+    except PermissionError as problem:
+        what = f"{problem.filename}: {problem.strerror}, expected one that you may read"
+        print(f"mpips.checkpoint: {what}", file=sys.stderr)
+        return Exit.REFUSED
 
 
 if __name__ == "__main__":

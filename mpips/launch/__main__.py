@@ -10,12 +10,12 @@ The exit code is 0 if the run is complete, 85 if it was saved at a signal, 2 if 
 """
 
 import argparse
+import os
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpips.config.jobfile import split_words, verbatim
@@ -122,7 +122,7 @@ def check(order: "Order") -> None:
     for flag, command in (("--mpirun", order.launcher), ("--rsh", order.remote)):
         if command and shutil.which(command[0]) is None:
             raise UserError(f"{flag} {command[0]!r}", "a program on PATH", "load its module")
-    if order.begins_run and order.is_program and words[0] != "-m" and not Path(words[0]).is_file():
+    if order.begins_run and order.is_program and words[0] != "-m" and not os.path.isfile(words[0]):
         raise UserError(f"no program {words[0]}", "a file", "give its path from this folder")
 
 
