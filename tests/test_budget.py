@@ -11,12 +11,12 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39554
-TESTS = 37261  # all lines of tests and of their helpers, likewise
+TOTAL = 39556
+TESTS = 37284  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 61,
-    "checkpoint": 1525,
+    "checkpoint": 1527,
     "codecs": 617,
     "config": 1251,
     "datasets": 2644,

@@ -38,6 +38,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
+from mpips.checkpoint.files import sync
 from mpips.errors import UserError
 
 CONFIG, METRICS, CHECKPOINTS, SUMMARY, DONE = (
@@ -270,6 +271,7 @@ def write_whole(path: Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         temporary.write_text(text)
+        sync(temporary)  # or it may be empty after a power failure
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)

@@ -15,7 +15,15 @@ import pytest
 from mpips.checkpoint import list_checkpoints, open_checkpoint, run_folder, verify, write_shard
 from mpips.checkpoint.files import begin_step, step_folder
 from mpips.checkpoint.index import Contents, commit
-from mpips.checkpoint.run_folder import LOCK, NO_LOCKS, RunFolder, claim, is_claimed, release
+from mpips.checkpoint.run_folder import (
+    LOCK,
+    NO_LOCKS,
+    RunFolder,
+    claim,
+    is_claimed,
+    release,
+    write_whole,
+)
 from mpips.config import Config
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import to_toml
@@ -360,3 +368,18 @@ def test_a_run_without_its_config_goes_on_by_the_sealed_copy(
         find(out)
     with pytest.raises(UserError, match="seed 4 on resume, expected 3 as in the saved run"):
         find(out, "--resume", "--seed", "4")
+
+
+def test_a_file_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.toml"
+    write_whole(path, "old")
+
+    def full(handle: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="Input/output error"):
+        write_whole(path, "new")
+    assert [each.read_text() for each in tmp_path.iterdir()] == ["old"]
