@@ -64,9 +64,6 @@ def shape_of(file: str | IO[bytes], name: str) -> Shape:
             installed.
     """
     with _opened(file, name) as image:
-        if image.mode.startswith(DEEP):
-            got = f"{name}: an image of mode {image.mode}"
-            raise UserError(got, "8 bits a channel", "convert it, or store its numbers as HDF5")
         return _shape(image)
 
 
@@ -131,6 +128,9 @@ def _opened(file: str | IO[bytes], name: str) -> Iterator[Any]:
     if isinstance(file, str):
         check_regular(file)
     with reading(name, "image"), pillow.open(file, formats=FORMATS) as image:
+        if image.mode.startswith(DEEP):
+            got = f"{name}: an image of mode {image.mode}"
+            raise UserError(got, "8 bits a channel", "convert it, or store its numbers as HDF5")
         yield image
 
 
