@@ -175,11 +175,11 @@ def scan(path: str, wanted: MemberNames) -> np.ndarray:
             if _is_number(wanted.targets):
                 where = _number(raw, targets, f"{path}: sample {len(samples)} ({key})"), 0
             samples.append((inputs[0].offset_data, inputs[0].size, *where))
-        end = os.pread(raw.fileno(), tarfile.BLOCKSIZE, file.offset)
+        end = os.pread(raw.fileno(), 2 * tarfile.RECORDSIZE, file.offset)
         if len(end) < tarfile.BLOCKSIZE:
             raise EOFError("it has no end: a block of zeros")
-        if any(end):  # tarfile takes any invalid header for the end
-            raise ValueError(f"there is no member at byte {file.offset}")
+        if end.strip(b"\0"):  # tarfile takes any invalid header for the end, and reads one archive
+            raise ValueError(f"there is no member at byte {file.offset}, and other data follows")
     if not samples:
         raise damaged(path, FORMAT, ValueError("it has no members"))
     return np.array(samples, np.int64).reshape(-1)

@@ -97,6 +97,8 @@ def test_damaged_and_other_files_are_refused(tmp_path: Path) -> None:
         file.add(__file__, "1.png")
     assert words in refused(tmp_path / "c.tar.gz")
     assert "it has no members" in refused(write_tar(tmp_path / "d.tar", []))
+    path.write_bytes(whole + whole)  # of which tarfile reads the first alone
+    assert "no member at byte" in refused(name)
     path.write_bytes(whole)
     for names in ("png", "png,", "png,cls,64", "a,b,c,d"):
         assert str(tmp_path) in refused(f"{name}::{names}")
