@@ -55,7 +55,7 @@ class Hdf5Table(Table):
             self._x, self._y = (_array(self._file, path, name, external) for name in pair)
             x, y = ArrayInfo.of(pair[0], self._x), ArrayInfo.of(pair[1], self._y)
             super().__init__(path, x, y, _scale(self._x, path, pair[0]))
-            self.chunk = self._x.chunks[0] if self._x.chunks else 1
+            self.chunk = self.together = self._x.chunks[0] if self._x.chunks else 1
         except BaseException:
             self._file.close()
             raise

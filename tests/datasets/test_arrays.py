@@ -233,6 +233,10 @@ def test_blocks_suit_batches_and_chunks(tmp_path: Path) -> None:
     block = opened(tmp_path / "a.h5").train.block
     assert [block(batch) for batch in (30, 7, 1009, 5000)] == [900, 700, 1009, 5000]
     assert all(block(batch) % batch == 0 for batch in range(1, 64))
+    with h5py.File(tmp_path / "d.h5", "w") as file:  # each read of a part would unpack 16 MB
+        file.create_dataset("x", (9000, 1024), "f4", chunks=(4096, 1024), compression="gzip")
+        file["y"] = np.zeros(9000, "f4")
+    assert [opened(tmp_path / "d.h5").train.block(batch) for batch in (32, 30)] == [4096, 4080]
     pixels = write_h5(tmp_path / "c.h5", np.zeros((2000, 4096), "u1"), np.zeros(2000, "f4"))
     assert opened(pixels).train.block(30) == 1020  # bytes are kept as bytes
     assert opened("digits").train.block(32) == 0
