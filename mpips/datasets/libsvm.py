@@ -96,8 +96,6 @@ class SvmTable(Table):
                 table._counts_from = min(self._counts_from, other._counts_from)
                 table._highest = max(self._highest, other._highest)
                 table.x = ArrayInfo(table.x.name, (table.n, table._width()), table.x.dtype)
-        elif self.sparse and not other.sparse:
-            raise UserError(f"{other.path} beside {self.path}", "libsvm text, sparse as it is")
         super().match(other)
 
     def _width(self) -> int:

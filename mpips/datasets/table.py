@@ -110,16 +110,18 @@ class Table(ABC):
         raise NotImplementedError(f"{self.path} is read in blocks")
 
     def match(self, other: "Table") -> None:
-        """Check that `other` has samples of the same shape.
+        """Check that `other` has samples of the same shape, and sparse ones if these are.
 
         Raises:
             UserError: If it does not.
         """
+        remedy = "give training and test files of the same kind"
+        if other.sparse != self.sparse:
+            raise UserError(f"{other.path} beside {self.path}", "both sparse, or none", remedy)
         for mine, theirs in ((self.x, other.x), (self.y, other.y)):
             if mine.shape[1:] != theirs.shape[1:]:
                 what = f"{other.path}: array {theirs.name!r} has samples of shape"
                 expected = f"{mine.shape[1:]} as in {self.path}"
-                remedy = "give training and test files of the same kind"
                 raise UserError(f"{what} {theirs.shape[1:]}", expected, remedy)
 
     def close(self) -> None:  # noqa: B027 - tables in memory have no file to close

@@ -75,6 +75,8 @@ def test_libsvm_widths_of_two_files_are_made_equal(tmp_path: Path) -> None:
         assert [dense(part)[0].shape[1] for part in (data.train, data.test)] == [width] * 2
     # Counted from 0 because the other file is: "1:1" is the second column.
     assert dense(opened(a, test_dataset=str(zero)).train)[0][0].tolist() == [0, 1, 0, 0]
+    for one, other in ((str(a), f"{a}::sparse"), (f"{a}::sparse", str(a))):
+        assert "expected both sparse, or none" in refused(one, test_dataset=other)
 
 
 @pytest.mark.parametrize("piece", [64, 1 << 20])
