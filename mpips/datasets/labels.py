@@ -316,7 +316,7 @@ def _countable(parts: Parts, low: float, high: float) -> int:
     """Return the number of classes that whole-number targets would make; 0 if they would not."""
     if high > MOST_COUNTABLE or low < -1 or low == high:
         return 0
-    seen = tally(parts.train, parts.rows).values
+    seen = tally(parts.train, range(parts.train.n)).values  # of the same targets as the check
     if low < 0:
         return 2 if np.isin(seen, (-1, 1)).all() else 0
     return int(high) + 1 if SPARSE * len(seen) > high else 0

@@ -221,6 +221,17 @@ def test_of_very_many_targets_a_part_is_looked_at(
     assert "0.h5: array 'y', sample 104 has label -2" in text
 
 
+def test_a_part_of_whole_numbers_may_have_others_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(labels, "MOST_LOOKED", 320)
+    monkeypatch.setattr(labels, "STRETCH", 8)
+    y = np.arange(4000.0) % 5
+    y[80] = 0.5  # in a stretch of 3,200 targets, and in none of 4,000
+    with opened(write_h5(tmp_path / "0.h5", np.ones((4000, 2)), y), test_fraction=0.2) as data:
+        assert (data.info.classes, data.info.countable) == (None, 5)
+
+
 # The index.
 
 
