@@ -146,7 +146,7 @@ def check_names(kept: Sequence[Entry], files: Files, index: Path) -> None:
     now = [_names(parts(path)) for path in files.paths]
     if before == now:
         return
-    come, gone = [n for n in now if n not in set(before)], [n for n in before if n not in set(now)]
+    come, gone = sorted({*now} - {*before}), sorted({*before} - {*now})
     what = "another order of files"
     if come or gone:
         what = f"{come[0]}, which is new" if come else f"no {gone[0]}"
