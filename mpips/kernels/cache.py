@@ -216,10 +216,10 @@ def _read(path: Path) -> bytes | None:
 
 def _write(path: Path, data: bytes) -> None:
     """Write data to a file with its digest; errors are ignored, as the cache is optional."""
-    with contextlib.suppress(OSError):
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(digest(data) + data)
-        os.replace(file.name, path)
+    with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=path.parent) as file:
+        file.write(digest(data) + data)
+        file.flush()
+        os.replace(file.name, path)  # else the block removes the file
 
 
 def digest(data: bytes) -> bytes:

@@ -434,6 +434,12 @@ def test_two_processes_compile_a_loop_once(cache):
             assert other.communicate(timeout=60)[0] == b"2.0 False\n"
 
 
+def test_a_write_that_fails_leaves_no_file(tmp_path):
+    full = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))"
+    assert run_python(full + SCALE, "f8", XDG_CACHE_HOME=str(tmp_path)) == "2.0 True"
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["lock"]
+
+
 def test_a_job_s_loops_are_read_from_one_file(tmp_path):
     """Without it, or where it is damaged, from files of their own; it is then written again."""
     env = {"XDG_CACHE_HOME": str(tmp_path)}
