@@ -17,7 +17,7 @@ from matplotlib.figure import Figure as Canvas
 
 from mpips.errors import UserError
 from mpips.tools.report import __main__ as command
-from mpips.tools.report.__main__ import render, sections
+from mpips.tools.report.__main__ import render, run_table, sections
 from mpips.tools.report.curves import GRID, Curve, Point, band
 from mpips.tools.report.figures import Figure, groups
 from mpips.tools.report.record import Record, read
@@ -174,6 +174,11 @@ def test_every_figure_can_be_read_without_eyes(runs: list[Record], page: str) ->
         assert len(figure.find("div[@role='img']").attrib["aria-label"]) > 20
         assert figure.find(".//table/tbody/tr") is not None
         assert figure.find(".//svg") is not None
+
+
+def test_a_loss_of_zero_is_the_best(tmp_path: Path) -> None:
+    table, best = run_table([read(whole(tmp_path / f"{k}", k), f"{k}") for k in range(3)])
+    assert {(row, table.heads[at]) for row, at in best} == {(0, "eval_loss"), (0, "accuracy")}
 
 
 def test_a_run_that_has_nothing(tmp_path: Path) -> None:

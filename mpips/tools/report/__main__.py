@@ -82,7 +82,7 @@ def run_table(runs: Sequence[Record]) -> tuple[Table, set[tuple[int, int]]]:
             row["state"] = RUNNING
     best = set[tuple[int, int]]()
     for column, key in enumerate(cells[0]):
-        values = {k: v for k, run in enumerate(runs) if (v := number(run.outcome.get(key)))}
+        values = {k: v for k, r in enumerate(runs) if (v := number(r.outcome.get(key))) is not None}
         for k, value in values.items() if "loss" in key else ():
             cells[k][key] = f"{value:.4g}"
         if key in BEST and len(set(values.values())) > 1:
