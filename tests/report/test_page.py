@@ -89,7 +89,7 @@ def test_links_of_nodes(tmp_path: Path) -> None:
     for name, known, wanted, owners in (
         ("a", both, [(10 + 2200, 20 + 1100), (1100, 2200)], 1),
         ("b", apart, [(600, 300), (200, 100), (400, 800)], 3),
-        ("c", {**apart, "servers": 0}, [(0, 0), (0, 0), (400, 800)], 0),
+        ("c", {**apart, "servers": 0}, [(600, 300), (200, 100), (400, 800)], 0),
         ("d", {**apart, "per_server": []}, [(0, 0), (0, 0), (400, 800)], 0),
     ):
         found = by_name(read(make(tmp_path / name, job(), known), name))

@@ -189,13 +189,13 @@ of the time is the bottleneck."
 def _links(run: Record) -> np.ndarray:
     """Return the bytes that each node sent and received, shape (nodes, 2).
 
-    Only workers count bytes. In asynchronous modes they exchange them with servers. So each
-    worker's bytes are divided among the servers' nodes by the bytes that their servers own.
+    Only workers count bytes. They exchange them with servers, or in rounds with the owners of
+    slices. So each worker's bytes are divided among the owners' nodes by the bytes that they own.
     """
     nodes = run.part("nodes")
     node_of = {rank: k for k, node in enumerate(nodes) for rank in node.get("ranks") or ()}
     owned, moved = np.zeros(len(nodes)), np.zeros((len(nodes), 2))
-    for row in run.part("per_server") if number(run.summary.get("servers")) else ():
+    for row in run.part("per_server"):
         if (k := node_of.get(row.get("rank", -1))) is not None:
             owned[k] += number(row.get("bytes")) or 0.0
     for row in run.part("per_worker"):
@@ -228,7 +228,7 @@ def _bytes(runs: Sequence[Record]) -> Figure | None:
     note = "Whole gradients and replicas, in the last job; no link was crossed that is known of."
     if linked:
         note = "What each node sent to others and had from them, in the last job. Workers count \
-it: what they exchange with servers is shared among the nodes of these by what they own."
+it: what they exchange with owners is shared among the nodes of these by what they own."
     colours = dict(list(WAYS.items())[k] for k in used)
     drawn = {name: each[:, used] for name, each in bars.items()}
     draw, table = partial(_draw_bytes, drawn, colours), Table(("run", "where", *WAYS), rows)
