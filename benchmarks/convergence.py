@@ -1,12 +1,12 @@
 """Held-out accuracy of every mode beside one rank alone, and of every codec beside none.
 
 Whole runs of the job files in jobs/, with 2 servers and 6 workers, on two problems; ``--repeats``
-is the number of seeds. The seed determines the start, the held-out part and the order, which
-compared runs share. All modes of a problem train the same model on the same number of samples. So
-do a codec and the job without it, on 2 nodes of 4 ranks, with a model wide enough to pack its
-shards. The accuracy is that at the end, and the aim is for the mean over the seeds. The case
-"untuned" uses the batch and the rate of the run on one rank, and shows the cost of staleness. With
---plot, all runs evaluate after each epoch, and the means over the seeds are drawn too.
+is the number of seeds. The seed determines the start and the order, which compared runs share. All
+modes of a problem train the same model on the same number of samples. So do a codec and the job
+without it, on 2 nodes of 4 ranks, with a model wide enough to pack its shards. The accuracy is that
+at the end, and the aim is for the mean over the seeds. The case "untuned" uses the batch and the
+rate of the run on one rank, and shows the cost of staleness. With --plot, all runs evaluate after
+each epoch, and the means over the seeds are drawn too.
 """
 
 import json

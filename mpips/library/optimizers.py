@@ -316,7 +316,7 @@ class FTRL(Optimizer):
 
     Args:
         lr: Alpha of the paper.
-        beta: Added to the divisor of the rate, at least 0.
+        beta: Added to the divisor of the rate, above 0.
         l1: L1 term, at least 0.
         l2: L2 term, at least 0.
     """
