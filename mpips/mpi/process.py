@@ -230,9 +230,9 @@ def keep_freed_memory() -> None:
 
 
 def cores() -> int:
-    """Return the number of cores that this host's ranks may run on, as far as these have begun."""
+    """Return the number of cores of this host's ranks, those of others if they have begun."""
     found = os.sched_getaffinity(0)
-    for pid, _ in ranks_here().values():
+    for pid, _ in (ranks_here() if len(found) < (os.cpu_count() or 1) else {}).values():
         with contextlib.suppress(OSError):
             found |= os.sched_getaffinity(pid)
     return len(found)
