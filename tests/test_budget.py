@@ -12,7 +12,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
 TOTAL = 39556
-TESTS = 37316  # all lines of tests and of their helpers, likewise
+TESTS = 37334  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 61,
@@ -30,9 +30,9 @@ BUDGET = {
     "layout": 413,
     "library": 1622,
     "lightning": 711,
-    "mpi": 1799,
+    "mpi": 1804,
     "optim": 969,
-    "planning": 2489,
+    "planning": 2506,
     "problems": 933,
     "ps": 2239,
     "rounds": 2390,

@@ -8,6 +8,7 @@ modulo the size of a large page, and an MPI maps windows at any address. So `Rem
 second mapping.
 """
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -53,6 +54,13 @@ def _library() -> ctypes.CDLL:
 def _advise(begin: int, size: int, advice: int) -> bool:
     """Call madvise(2); return whether it succeeded."""
     return not _library().madvise(begin, size, advice)
+
+
+def text_of(path: Path) -> str:
+    """Return the text of a file, without surrounding white space; empty if it cannot be read."""
+    with contextlib.suppress(OSError):
+        return path.read_text().strip()
+    return ""
 
 
 @cache

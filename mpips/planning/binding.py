@@ -5,7 +5,6 @@ cores of several NUMA nodes, the kernel may move it away from its memory, which 
 slowly.
 """
 
-import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from mpips.config import Config
 from mpips.errors import counted, listed
 from mpips.layout.roles import assign, spread_over, training
+from mpips.mpi.pages import text_of
 
 SYSTEM = Path("/sys/devices/system")
 SHOWN = 3  # number of hosts listed by name
@@ -27,13 +27,6 @@ def numa_nodes(system: Path = SYSTEM) -> dict[int, Cores]:
     for path in (system / "node").glob("node[0-9]*/cpulist"):
         found[int(path.parent.name.removeprefix("node"))] = _cores(path) & online
     return {node: found[node] for node in sorted(found) if found[node]}
-
-
-def text_of(path: Path) -> str:
-    """Return the text of a file, without surrounding white space; empty if it cannot be read."""
-    with contextlib.suppress(OSError):
-        return path.read_text().strip()
-    return ""
 
 
 def _cores(path: Path) -> Cores:

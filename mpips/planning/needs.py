@@ -25,6 +25,7 @@ from mpips.datasets import iterate, open_dataset
 from mpips.errors import UserError, human_bytes
 from mpips.layout import Layout
 from mpips.layout.roles import roles_of, training, with_portions
+from mpips.mpi.pages import text_of
 from mpips.optim import rule_of
 from mpips.problems import load_problem
 from mpips.problems.rows import rows_a_batch, tables_of_problem, without_tables
@@ -38,6 +39,7 @@ BATCHES, MEASURE_S = 20, 2.0
 STARTUP_S = 120.0
 MOVE_BYTES_PER_S, WRITE_BYTES_PER_S = 0.5e9, 50e6
 SLACK = 2.0
+NO_LIMIT = 1 << 60  # control groups write a number near 2**63
 
 
 def least_vectors(config: Config, workers: int) -> int:
@@ -81,31 +83,67 @@ def check_memory(layout: Layout, config: Config, workers: int, nodes: int) -> No
         nodes: Number of nodes.
 
     Raises:
-        UserError: If the host has less memory than the job needs at least.
+        UserError: If the job may use less memory of the host than it needs at least.
     """
     vectors = least_vectors(config, workers) + (codec_vectors(config) if nodes > 1 else 0)
     needed = vectors * layout.size * np.dtype(config.dtype).itemsize
-    installed = installed_bytes()
-    if workers and needed > installed:
+    there = memory_bytes()
+    if workers and needed > there:
         raise UserError(
             f"{workers} workers with {layout.size:,} parameters on {platform.node()} take "
             f"{human_bytes(needed)}",
-            f"at most {human_bytes(installed)}, its memory",
+            f"at most {human_bytes(there)}, its memory or that of the job's control group",
             "use a smaller model, or fewer ranks on a host",
         )
 
 
 def available_bytes() -> int:
-    """Return the bytes of memory that processes of this host can still allocate."""
+    """Return the bytes of memory that processes of this host can still allocate.
+
+    Of a control group the limit counts, whatever the group uses already.
+    """
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return installed_bytes()
+            return min(int(line.split()[1]) * 1024, memory_bytes())
+    return memory_bytes()
 
 
-def installed_bytes() -> int:
-    """Return the bytes of memory of this host."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def memory_bytes() -> int:
+    """Return the memory of this host, or of this process's control group if that is less."""
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(min(installed, memory_limit(groups("memory"))))
+
+
+def groups(controller: str, root: Path = Path("/sys/fs/cgroup"), own: str = "") -> list[Path]:
+    """Return the folders of this process's control groups, from its own up to the root.
+
+    Both versions of control groups are supported.
+
+    Args:
+        controller: "cpu" or "memory".
+        root: Mount point of control groups.
+        own: Text of ``/proc/self/cgroup``; read if empty.
+    """
+    folders = []
+    for line in (own or text_of(Path("/proc/self/cgroup"))).splitlines():
+        _, names, path = line.split(":", 2)
+        if names and controller not in names.split(","):
+            continue
+        base = root / controller if names else root
+        group = base / path.strip("/")
+        folders += [p for p in (group, *group.parents) if p == base or base in p.parents]
+    return folders
+
+
+def memory_limit(of: list[Path]) -> float:
+    """Return the smallest memory limit of some control groups, in bytes; infinite without one."""
+    limits = [math.inf]
+    for path in of:
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            text = text_of(path / name)
+            if text.isdigit() and int(text) < NO_LIMIT:
+                limits.append(int(text))
+    return min(limits)
 
 
 @dataclass(frozen=True)

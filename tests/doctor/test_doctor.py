@@ -14,9 +14,10 @@ import launch
 import pytest
 from launch import python
 
+from mpips.planning.needs import groups, memory_limit
 from mpips.tools.doctor import machine, network, report, storage
 from mpips.tools.doctor.__main__ import judge_mpi, main
-from mpips.tools.doctor.facts import Facts, groups, memory_limit, networks, quota
+from mpips.tools.doctor.facts import Facts, networks, quota
 from mpips.tools.doctor.report import EXIT_CODES, FAIL, OK, WARN, Finding, Report, ok, warn
 from mpips.train import LAUNCHED
 

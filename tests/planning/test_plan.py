@@ -15,7 +15,13 @@ from mpips.layout import Layout
 from mpips.layout.roles import assign, shares
 from mpips.planning import traffic
 from mpips.planning.explain import Topology, case_of, varied
-from mpips.planning.needs import BASE_BYTES, Measured, check_memory, installed_bytes
+from mpips.planning.needs import (
+    BASE_BYTES,
+    Measured,
+    available_bytes,
+    check_memory,
+    memory_bytes,
+)
 from mpips.planning.simulator.asked import BYTES, Asked, count, quantity, rate, seconds, shown_time
 from mpips.planning.simulator.model import (
     Simulated,
@@ -426,10 +432,21 @@ def test_a_job_is_measured_where_nothing_is_said(tmp_path: Path) -> None:
     ],
 )
 def test_a_model_that_a_host_cannot_hold(options: dict[str, Any], nodes: int, workers: int) -> None:
-    eighth = Layout.of({"w": (installed_bytes() // 8 // 4,)})
+    eighth = Layout.of({"w": (memory_bytes() // 8 // 4,)})
     check_memory(eighth, resolve(options), workers, nodes)
     with pytest.raises(UserError, match=f"{workers + 1} workers with .* take"):
         check_memory(eighth, resolve(options), workers + 1, nodes)
+
+
+def test_a_model_that_a_control_group_cannot_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As SLURM limits a job to --mem."""
+    (tmp_path / "memory.max").write_text("1000000\n")
+    monkeypatch.setattr("mpips.planning.needs.groups", lambda _: [tmp_path])
+    assert available_bytes() == 1_000_000
+    with pytest.raises(UserError, match=r"at most 1\.0 MB, its memory or that of"):
+        check_memory(Layout.of({"w": (300_000,)}), resolve({"mode": "sync"}), 1, 1)
 
 
 def test_a_job_with_tables(tmp_path: Path) -> None:

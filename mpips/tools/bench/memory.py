@@ -17,7 +17,7 @@ from pathlib import Path
 from mpips.checkpoint.run_folder import METRICS, SUMMARY
 from mpips.errors import Exit
 from mpips.launch.mpirun import Running
-from mpips.planning.binding import text_of
+from mpips.mpi.pages import text_of
 from mpips.tools.bench.jobs import LIMIT_S, TAIL, TRAIN, Failed, temporary_folder
 from mpips.tools.bench.measure import Options, Row
 

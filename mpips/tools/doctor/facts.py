@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpips.mpi import segments
-from mpips.mpi.pages import shared_page
+from mpips.mpi.pages import shared_page, text_of
 from mpips.mpi.process import STARTED, namespace_of, stat_of
 from mpips.mpi.segments import SHARED_MEMORY
-from mpips.planning.binding import Nodes, numa_nodes, text_of
-from mpips.planning.needs import installed_bytes
+from mpips.planning.binding import Nodes, numa_nodes
+from mpips.planning.needs import groups, memory_bytes
 
 LIMITS = {
     "open files": resource.RLIMIT_NOFILE,
@@ -31,7 +31,6 @@ LIMITS = {
 }
 VARIABLES = ("SLURM_", "OMPI_MCA_", "PRTE_MCA_", "MPIR_CVAR_", "UCX_", "FI_")
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-NO_LIMIT = 1 << 60  # control groups write a number near 2**63
 
 
 @dataclass(frozen=True)
@@ -107,27 +106,6 @@ def _limit(number: int) -> float:
 # Control groups ------------------------------------------------------------------------------
 
 
-def groups(controller: str, root: Path = Path("/sys/fs/cgroup"), own: str = "") -> list[Path]:
-    """Return the folders of this process's control groups, from its own up to the root.
-
-    Both versions of control groups are supported.
-
-    Args:
-        controller: "cpu" or "memory".
-        root: Mount point of control groups.
-        own: Text of ``/proc/self/cgroup``; read if empty.
-    """
-    folders = []
-    for line in (own or text_of(Path("/proc/self/cgroup"))).splitlines():
-        _, names, path = line.split(":", 2)
-        if names and controller not in names.split(","):
-            continue
-        base = root / controller if names else root
-        group = base / path.strip("/")
-        folders += [p for p in (group, *group.parents) if p == base or base in p.parents]
-    return folders
-
-
 def quota(of: list[Path]) -> float:
     """Return the smallest CPU quota of some control groups, in cores; infinite without one."""
     quotas = [math.inf]
@@ -137,22 +115,6 @@ def quota(of: list[Path]) -> float:
         if all(word.isdigit() for word in words) and int(words[1]):
             quotas.append(int(words[0]) / int(words[1]))
     return min(quotas)
-
-
-def memory_bytes() -> float:
-    """Return the memory of this host, or of this process's control group if that is less."""
-    return min(installed_bytes(), memory_limit(groups("memory")))
-
-
-def memory_limit(of: list[Path]) -> float:
-    """Return the smallest memory limit of some control groups, in bytes; infinite without one."""
-    limits = [math.inf]
-    for path in of:
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            text = text_of(path / name)
-            if text.isdigit() and int(text) < NO_LIMIT:
-                limits.append(int(text))
-    return min(limits)
 
 
 # Networks ------------------------------------------------------------------------------------

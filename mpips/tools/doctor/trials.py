@@ -20,12 +20,11 @@ from mpips.mpi.start import TAG_PLAIN, any_thread_may_call, is_open_mpi, library
 from mpips.mpi.waiting import Background, Backoff, all_done
 from mpips.mpi.window import Field, Plan, Window, shared_bytes_free
 from mpips.mpi.world import Cluster
-from mpips.planning.needs import check_memory
+from mpips.planning.needs import check_memory, memory_bytes
 from mpips.ps.design import Design
 from mpips.tools.bench.link import Sides
 from mpips.tools.bench.measure import in_turn
 from mpips.tools.bench.vector import gradient_of, make_job
-from mpips.tools.doctor.facts import memory_bytes
 from mpips.tools.doctor.machine import Library
 from mpips.tools.doctor.network import BUSY_S, Link, Need, RemoteGet, pairs
 from mpips.tools.doctor.report import Finding, fail, ok
