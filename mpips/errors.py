@@ -91,13 +91,18 @@ def perform(act: Callable[[Sequence[str]], object], argv: Sequence[str]) -> int:
     """Run a command with its arguments, and print its error; returns the exit code."""
     try:
         act(argv)
-    except UserError as error:
+    except (UserError, PermissionError) as problem:
+        error = as_user_error(problem)
         complain(error)
         return error.code
-    except PermissionError as problem:  # such as a run of another user
-        complain(f"{problem.filename}: {problem.strerror}, expected one that you may read")
-        return Exit.REFUSED
     return Exit.DONE
+
+
+def as_user_error(problem: UserError | PermissionError) -> UserError:
+    """Return the error of a command; a file that may not be read, as another user's, is one."""
+    if isinstance(problem, UserError):
+        return problem
+    return UserError(f"{problem.filename}: {problem.strerror}", "one that you may read")
 
 
 def answer(text: Callable[[Sequence[str]], str], argv: Sequence[str]) -> int:

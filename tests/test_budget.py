@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39556
+TOTAL = 39555
 TESTS = 37334  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
@@ -20,7 +20,7 @@ BUDGET = {
     "codecs": 617,
     "config": 1251,
     "datasets": 2644,
-    "errors.py": 60,
+    "errors.py": 62,
     "extras.py": 16,
     "failover": 867,
     "health": 698,

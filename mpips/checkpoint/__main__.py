@@ -9,7 +9,7 @@ from mpips.checkpoint import exchange, list_checkpoints, newest_whole, open_chec
 from mpips.checkpoint.complete import check_ledger
 from mpips.checkpoint.files import folder_step
 from mpips.config.jobfile import Parser
-from mpips.errors import Exit, UserError, human_bytes
+from mpips.errors import Exit, UserError, as_user_error, human_bytes
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -169,13 +169,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args = make_parser().parse_args(argv)
         return args.function(args)
-    except UserError as error:
+    except (UserError, PermissionError) as problem:
+        error = as_user_error(problem)
         print(f"mpips.checkpoint: {error}", file=sys.stderr)
         return error.code
-    except PermissionError as problem:
-        what = f"{problem.filename}: {problem.strerror}, expected one that you may read"
-        print(f"mpips.checkpoint: {what}", file=sys.stderr)
-        return Exit.REFUSED
 
 
 if __name__ == "__main__":
