@@ -32,7 +32,7 @@ BUDGET = {
     "lightning": 711,
     "mpi": 1804,
     "optim": 969,
-    "planning": 2506,
+    "planning": 2508,
     "problems": 933,
     "ps": 2239,
     "rounds": 2390,

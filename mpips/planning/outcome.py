@@ -74,18 +74,23 @@ def _times_applied(config: Config) -> int:
     return config.round_steps if config.mode == "local_sgd" else 1
 
 
+def updates_made(saved: "Checkpoint") -> int:
+    """Return the number of updates in a checkpoint's slots, of a mode that has them in a shard."""
+    before = int(saved.state.get("steps_before", 0))
+    return before + saved.step * _times_applied(parsed(saved.config))
+
+
 def updates_before(saved: "Checkpoint", config: Config, rule: Rule) -> int:
     """Return `Rule.before` of a resumed run: updates in its slots, less those of the run.
 
     After mode easgd, where replicas have the slots, they begin anew.
     """
-    before, old = int(saved.state.get("steps_before", 0)), parsed(saved.config)
     if config.mode == "easgd":  # replicas count their own steps
-        return before if old.mode == "easgd" else 0
+        was = parsed(saved.config).mode == "easgd"
+        return int(saved.state.get("steps_before", 0)) if was else 0
     slots = set(rule.slots) - {EMA}
-    if slots and not slots.intersection(saved.slot_names + saved.worker_names):
-        return -saved.step * _times_applied(config)
-    return before + saved.step * (_times_applied(old) - _times_applied(config))
+    anew = slots and not slots.intersection(saved.slot_names + saved.worker_names)
+    return (0 if anew else updates_made(saved)) - saved.step * _times_applied(config)
 
 
 def skipped_before(job: "Job", before: int) -> dict[str, int]:

@@ -16,6 +16,7 @@ from mpips.errors import UserError
 from mpips.layout import Layout
 from mpips.optim import RULES
 from mpips.optim.rules import share_product
+from mpips.planning.outcome import updates_made
 from mpips.torch.optimizer import param_groups
 
 # For each rule: torch's class, its arguments with their options, and the keys of its state.
@@ -64,11 +65,8 @@ def optimizer_state(run: PathLike) -> dict[str, Any]:
     Collective: no; every rank that calls it reads the files. Blocks: until they are read.
     """
     saved, _ = need_whole(run)
-    config, steps = from_toml(saved.config), saved.step
+    config, steps = from_toml(saved.config), updates_made(saved)
     _check(config, f"{run} of")
-    if config.mode == "local_sgd":
-        steps *= config.round_steps
-    steps += int(saved.state.get("steps_before", 0))
     statistics = saved.state.get("statistics", ())  # arrays after the parameters
     shapes = zip(saved.layout.names, saved.layout.shapes, strict=True)
     layout = Layout.of({name: shape for name, shape in shapes if name not in statistics})
