@@ -87,6 +87,8 @@ class AsyncWorker:
             from mpips.failover.policy import groups, survivable
 
             self._cluster.failures.spare(survivable(self._job), groups(self._job))
+        if self._half.handlers:  # a server that this rank waits for may wait for its resending
+            self._cluster.serving = self._attend
         self._take_evaluation()
         bounded = self._half.puller.controller is not None
         # With a staleness bound, a batch counts as taken only after its step.
@@ -107,6 +109,7 @@ class AsyncWorker:
                 if self._evaluation is not None:
                     self._evaluation.make_when_due(batch)
         self._finish()
+        self._cluster.serving = None
         self._on.clear()  # its bound methods keep this object alive
         self._job.heard_stop = bool
         return self.reason or "end"

@@ -462,6 +462,38 @@ def test_servers_that_die(
     assert set(lost(out, "rank")) == set(dead)
 
 
+# Server 0 dies in an update by worker 1, and so does that one; worker 0 of its node waits to read.
+RESENDS = """
+pids, begun = MPI.COMM_WORLD.allgather(os.getpid()), []
+def rate(step):
+    begun.extend([step] * (server == os.getpid() and Path("held").exists()))
+    if len(begun) > 9:
+        Path("dead").touch()
+        for pid in (pids[3], server):
+            os.kill(pid, signal.SIGKILL)
+    return 1.0
+def train(worker):
+    for pushed, batch in enumerate(worker.batches(N, batch_size=7, epochs=8), 1):
+        count(worker, batch)
+        if worker.id == 0 and pushed == 5:
+            Path("held").touch()
+            while not Path("dead").exists():
+                time.sleep(0.001)
+mpips.SGD.rate_schedule = property(lambda rule: rate)
+result = run(train, 8, server_ranks=[0, 1], node_size=2, quiet=True)
+"""
+
+
+@survived
+def test_a_worker_resends_while_it_waits(tmp_path: Path) -> None:
+    """The shard is read only when the update is whole: its server needs the push for that."""
+    (tmp_path / "program.py").write_text(COUNTS + RESENDS + EXIT)
+    with Supervised(tmp_path, 4, ["program.py"], "--ft") as job:
+        told = job.wait(0)
+    assert "starting again" not in told
+    assert summary(tmp_path / "out")["lost"] == [0, 3]
+
+
 @survived
 def test_a_spare_goes_on_for_the_only_server(tmp_path: Path) -> None:
     """It assigns, saves, and ends the run, by the call paths of the design page."""
