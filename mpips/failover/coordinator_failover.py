@@ -31,7 +31,6 @@ from mpips.failover.coordinator_log import CoordinatorLog, SurvivingDispatcher
 from mpips.failover.takeover import Failover, Takeover, cannot_continue, fence_all
 from mpips.health import status_board
 from mpips.mpi.abort import Lost
-from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.ps.coordinator import Checkpoints, Coordinator
 from mpips.ps.shard import Server
@@ -66,23 +65,19 @@ class SurvivingCoordinator(Coordinator):
         self._successors: dict[int, int] = {}  # rank of the present server, by rank of a dead one
         self._replaced: set[int] = set()  # dead servers, whose messages are ignored
         self._absent_shards: set[int] = set()  # missing from the checkpoint under way
-        self._settling: Settling | None = None  # after the death of a coordinator
+        # Servers at rest after the death of a coordinator, until all living ones are; then None.
+        self._at_rest: set[int] | None = None
         self._on |= {"asked": dispatcher.go_on_remote, "taken over": self._taken_over}
         self._on["settled"] = lambda *_: None  # late, from a server that has died meanwhile
 
-    def go_on(self, state: dict[str, Any], settling: "Settling") -> None:
-        """Continue the work of a dead coordinator.
-
-        Args:
-            state: State that it saved with the sample allocator; see `note`.
-            settling: Collects the servers that are at rest.
-        """
+    def go_on(self, state: dict[str, Any]) -> None:
+        """Continue the work of a dead coordinator, from the state that it saved; see `note`."""
         self.samples = self.allocator.samples_done + state["samples_more"]
         self.snapshots.saved_samples = -1
         self.lost, self._stop, self.diverged = state["lost"], state["stop"], state["diverged"]
         self._successors = state["serving"]
         self._replaced.update(self._successors)
-        self._settling = settling
+        self._at_rest = set()
         self._log.start_at(self.samples)
         self._cluster.send(self._cluster.roles.servers, "skip", self.allocator.taken_back)
         self.note()
@@ -104,8 +99,12 @@ class SurvivingCoordinator(Coordinator):
         """See `Coordinator.handle`."""
         if source in self._replaced:
             return  # sent before its death; another server has answered for it
-        if self._settling is None or not self._settling.handle(source, kind, payload):
-            super().handle(source, kind, payload)
+        if self._at_rest is not None and kind in ("settled", "files", "applied"):
+            if kind == "settled":  # the others are for the dead coordinator
+                self._at_rest.add(source)
+                self.snapshots.begun = max(self.snapshots.begun, payload)
+            return
+        super().handle(source, kind, payload)
 
     def lose(self, rank: int, pushes: int) -> None:
         """Continue without a dead worker, all of whose announced pushes are applied.
@@ -196,43 +195,20 @@ class SurvivingCoordinator(Coordinator):
         """See `Coordinator.advance`."""
         if self._record is not None and self._record.due:
             self.note()
-        if self._settling is not None and self._settling.done():
-            self.snapshots.begun, self.snapshots.again = self._settling.begun, True
-            self._settling, self._epochs_sent = None, 0  # now all servers listen to this one
+        lost = self._cluster.failures.lost
+        if self._at_rest is not None and {*self._cluster.roles.servers} - lost <= self._at_rest:
+            self._at_rest, self.snapshots.again = None, True
+            self._epochs_sent = 0  # now all servers listen to this one
         super().advance()
 
     def _waits(self) -> bool:
         """See `Coordinator`: waits for servers to come to rest, and for shards to be taken over."""
         serving = {self._successors.get(rank, rank) for rank in self._cluster.roles.servers}
-        return self._settling is not None or bool(serving & self._cluster.failures.lost)
+        return self._at_rest is not None or bool(serving & self._cluster.failures.lost)
 
     def _dead(self) -> list[int]:
         """See `Coordinator`."""
         return sorted({*self.lost, *self._successors})
-
-
-class Settling:
-    """Servers at rest after the death of a coordinator. Collective: no.
-
-    Attributes:
-        begun: Number of the newest snapshot that any of them has begun.
-    """
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._at_rest: set[int] = set()
-        self.begun = 0
-
-    def handle(self, source: int, kind: str, payload: Any) -> bool:
-        """Act on a message; returns whether it was for this object or the dead coordinator."""
-        if kind == "settled":
-            self._at_rest.add(source)
-            self.begun = max(self.begun, payload)
-        return kind in ("settled", "files", "applied")
-
-    def done(self) -> bool:
-        """Return whether all living servers are at rest."""
-        return set(self._cluster.roles.servers) - self._cluster.failures.lost <= self._at_rest
 
 
 def succeed(job: Job, log: "Log", ahead: int, failover: Failover) -> tuple[Coordinator, Takeover]:
@@ -267,7 +243,7 @@ def succeed(job: Job, log: "Log", ahead: int, failover: Failover) -> tuple[Coord
     dispatcher.go_on([workers.index(rank) for rank in state["lost"]])
     coordinator = SurvivingCoordinator(job, home.served.store, dispatcher, snapshots, log)
     status_board.tell_coordinator(job.cluster.rank)
-    coordinator.go_on(state, Settling(job.cluster))
+    coordinator.go_on(state)
     return coordinator, home
 
 

@@ -214,10 +214,11 @@ class Failover:
         if store.rows is not None and not store.rows.whole:
             raise cannot_continue(rank, "in the middle of an eviction of rows")
         continued = recover(store, receiver.find)
-        store.clocks.take_over(self.own.store.clocks)
+        store.clocks.take_over()
         served = ShardService(self._job, self.half, rank, store, receiver)
         served.agreement.begun = self.own.agreement.begun
-        receiver.tell_all()
+        if self.half.design.kept:
+            receiver.acknowledged.tell_all()
         seconds = time.perf_counter() - start
         return Takeover(served, seconds, store.version, continued)
 

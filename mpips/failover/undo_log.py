@@ -252,16 +252,13 @@ class RowUndo:
         return lines, self._touched[half, :count]
 
 
-def keep_undo(server: Server, window: Window, rank: int) -> UndoLog:
+def keep_undo(server: Server, window: Window, rank: int) -> None:
     """Have a server keep the undo log that another server needs to take its shard over.
 
     Args:
         server: The server, with all of its parts.
         window: Window of the store.
         rank: Rank of the server that began with the shard.
-
-    Returns:
-        The undo log.
     """
     server.undo = log = UndoLog(window.view(rank, "undo_log"))
     server.dense.undo = DenseUndo(log, window.view(rank, "undo"), server.dense)
@@ -269,7 +266,6 @@ def keep_undo(server: Server, window: Window, rank: int) -> UndoLog:
     if server.rows is not None:
         memory = window.view(rank, "row_undo"), window.view(rank, "touched")
         server.rows.undo = RowUndo(log, memory, server.rows.tables)
-    return log
 
 
 def recover(server: Server, find: Callable[[int, int], Push | None]) -> bool:

@@ -200,7 +200,6 @@ class VectorClock:
         self._first = 0  # number of the first update that is not applied
         self._published = 0  # the clock in the header
         self._later: set[int] = set()  # numbers of updates applied beyond `_first`
-        self._last: dict[int, int] = {}  # final number of pushes of each worker that has finished
         self._learned: tuple[int, set[int], list[int]] | None = None
         self.held: list[tuple[int, bool, ReadRequirement]] = []
         self._answered: dict[int, ReadRequirement] = {}  # last requirement, by rank
@@ -221,19 +220,11 @@ class VectorClock:
                 self._later.remove(self._first)
                 self._first += 1
 
-    def finished(self, rank: int, pushes: int) -> None:
-        """Note that the worker at a rank makes no pushes beyond number `pushes`."""
-        self._last[self._workers[rank]] = pushes
-
-    def take_over(self, other: "VectorClock") -> None:
+    def take_over(self) -> None:
         """Continue the clock of a dead server, whose shard this server takes over.
 
         The clock stays at the value in the header until `learn`.
-
-        Args:
-            other: Clock of another server, from which the finished workers are copied.
         """
-        self._last = dict(other._last)
         self._published = observe(self._header, CLOCK)
         self._first = self._published * len(self._workers)
 
@@ -259,11 +250,6 @@ class VectorClock:
         later = {number for number in self._later if number >= self._first}
         self._later = later | set(range(self._first, issued)) - left
         self.advance(-1)
-
-    def live(self) -> set[int]:
-        """Return the workers that may still push."""
-        ended = {w for w, last in self._last.items() if observe(self._applied, w) >= last}
-        return set(self._workers.values()) - ended
 
     def publish(self) -> None:
         """Publish the clock in the header, after the parameters that it describes."""

@@ -307,7 +307,6 @@ class Server:
 
     def finished(self, rank: int, pushes: int) -> None:
         """Note that the worker at a rank makes no pushes beyond number `pushes`."""
-        self.clocks.finished(rank, pushes)
 
     def skip_batches(self, numbers: Iterable[int]) -> None:
         """Note that these batches, by number, make no pushes, so that no clock waits for them."""

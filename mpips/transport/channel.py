@@ -316,11 +316,6 @@ class Receiver:
         """Return the number of pushes that a local worker has announced; final if it is dead."""
         return observe(self._sources[self._local.index(worker)].words, PUSHED)
 
-    def tell_all(self) -> None:
-        """Tell the workers of other nodes that this rank takes their pushes from now on."""
-        if self._has_remote:
-            self.acknowledged.tell_all()
-
     @property
     def acknowledged(self) -> "AcknowledgedPushReceiver":
         """The receiver of remote pushes if ranks may die."""

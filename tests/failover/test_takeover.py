@@ -16,7 +16,7 @@ import pytest
 from mpips.config import Config
 from mpips.datasets.ledger import EXHAUSTED, Range, SampleAllocator
 from mpips.failover import coordinator_log
-from mpips.failover.coordinator_failover import Settling, SurvivingCoordinator
+from mpips.failover.coordinator_failover import SurvivingCoordinator
 from mpips.failover.coordinator_log import (
     CoordinatorLog,
     SurvivingDispatcher,
@@ -85,7 +85,7 @@ def test_the_clock_of_a_shard_that_is_taken_over(seed: int) -> None:
     ledger = grow([0] * workers, issued)
     its._applied[:] = ledger
     its._header[CLOCK] = min(ledger)
-    its.take_over(clocks(workers))
+    its.take_over()
     for _ in range(2):  # a coordinator that dies is asked by its successor once more
         asked = list(ledger)
         apply(ledger, grow(ledger, issued))
@@ -184,22 +184,6 @@ class Ranks:
         return self._fields[rank][name]
 
 
-def test_all_come_to_rest_behind_the_last_snapshot() -> None:
-    """When all have told which was the last; one of them dies meanwhile."""
-    ranks: Any = Ranks()
-    settling = Settling(ranks)
-    for source, begun in ((1, 4), (2, 5)):
-        assert not settling.done()
-        assert settling.handle(source, "settled", begun)
-    for kind in ("files", "applied"):
-        assert settling.handle(3, kind, "an answer to the dead")
-    assert not settling.handle(2, "done", 2)
-    assert not settling.done()
-    ranks.failures.lost.add(3)
-    assert settling.done()
-    assert settling.begun == 5
-
-
 def dispatcher_of(ranks: Any, allocator: SampleAllocator | None = None) -> SurvivingDispatcher:
     """Return what begins to assign batches, or goes on with what the one before has noted."""
     record = CoordinatorLog(ranks, 0)
@@ -210,7 +194,10 @@ def dispatcher_of(ranks: Any, allocator: SampleAllocator | None = None) -> Survi
 
 
 def test_the_end_of_an_epoch_is_told_again() -> None:
-    """A server that has taken a shard over evicts old rows, and so do all of a new coordinator."""
+    """A server that has taken a shard over evicts old rows, and so do all of a new coordinator.
+
+    Before a new coordinator begins a snapshot, it hears of the last one that the others began.
+    """
     ranks: Any = Ranks()
     ranks.failures.lost, ranks.hosts = {3}, ["here"] * 7
     job: Any = SimpleNamespace(
@@ -246,11 +233,14 @@ def test_the_end_of_an_epoch_is_told_again() -> None:
     coordinator.handle(1, "taken over", ({3}, 3, 0, [1, 0, 0], 0.0, False))
     assert told() == [(1, [1, 0, 0])]
     state = {"samples_more": 0, "lost": {}, "stop": None, "diverged": None, "serving": {3: 1}}
-    coordinator.go_on(state, Settling(ranks))
-    for rank in range(3):
+    coordinator.go_on(state)
+    for rank, begun in enumerate((4, 5, 3)):
+        for kind in ("files", "applied"):
+            coordinator.handle(rank, kind, "an answer to the dead")
         assert told() == []
-        coordinator.handle(rank, "settled", 0)
+        coordinator.handle(rank, "settled", begun)
     assert told() == [(1, [1, 0, 0])]
+    assert snapshots.begun == 6, "the next one"
 
 
 def test_the_hand_out_goes_on() -> None:

@@ -140,7 +140,7 @@ def test_who_takes_a_shard_over_is_sent_what_is_open() -> None:
         if cluster.rank == 3:
             store, receiver = rig.server_half.serve(0)
             store.version = 1
-            receiver.tell_all()
+            receiver.acknowledged.tell_all()
             both = (rig.server, rig.receiver), (store, receiver)
             cluster.wait(lambda: not any(take_one(*each) for each in both) and store.version == 2)
             rig.expect((store.params == 3.0).all(), store.params)
