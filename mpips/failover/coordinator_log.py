@@ -7,7 +7,7 @@ memory hold the states in turn, and one of them is complete at any moment. The l
 coordinator's shard already contains the applied pushes.
 
 A state that is larger than its memory is not saved. Until a smaller one is saved, no server can
-take over. This happens if a resumed run had very many batches in hand.
+take over.
 """
 
 import pickle
@@ -24,14 +24,14 @@ from mpips.ps.dispatch import CLOSED, GRANTED, RING, Dispatcher, Grant
 COUNT, SAVED = range(2)  # words: number of entries; number of the newest state, from 1 (0: none)
 LOG = 1 << 13  # entries
 EVERY = LOG >> 3  # a state is saved after as many entries
-STATE_BYTES = 1 << 18
+STATE_BYTES = 1 << 21  # for a thousand workers, each with the batches of a block of a file
 HEAD = 16  # bytes before a state: number of entries that it includes, and its size
 WORKER_BITS = 21
 
 
 def record_fields() -> tuple[Field, ...]:
     """Return the fields of the coordinator's segment that hold its log."""
-    states = Field("duty", "u1", (2, HEAD + STATE_BYTES))
+    states = Field("duty", "u1", (2, HEAD + STATE_BYTES), sparse=True)
     return (Field("noted", "i8", (8,)), Field("handed", "i8", (LOG,)), states)
 
 

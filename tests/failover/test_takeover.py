@@ -366,6 +366,16 @@ def test_a_coordinator_dies_at_any_moment(
         assert duty.allocator.samples_done == everything
 
 
+def test_a_state_of_many_workers_is_saved() -> None:
+    """Each of them holds the batches of a block of a file."""
+    memory: Any = Ranks()
+    allocator = SampleAllocator(10**7, 32, 1000, epochs=1, chunk=80)
+    for worker in range(allocator.workers):
+        allocator.next(worker)
+    CoordinatorLog(memory, 0).save(allocator, {})
+    assert CoordinatorLog(memory, 0).load() is not None
+
+
 def test_notes_that_nobody_can_go_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where none are saved, a state is too large, or more has been assigned than is kept."""
     monkeypatch.setattr(coordinator_log, "LOG", 3)
