@@ -7,7 +7,7 @@ or else the first living worker. When a server of another node detects the death
 
 1. drops the parts of unfinished messages from the worker. It sends the resender a message
    ``lacking``, with the number of the last push that each of its shards has received;
-2. receives the missing pushes, and the number of pushes in a message ``left``. Then the worker
+2. receives the number of pushes in a message ``left``, and the missing pushes. Then the worker
    counts as finished, as on one node (`mpips.failover.policy`).
 
 The resender keeps no state. If it dies before step 2, the server asks the next one for the pushes
@@ -24,7 +24,7 @@ unfinished messages. If it was a resender, they ask the next one. At the end of 
 the parameters by message, and servers serve until each worker has sent ``whole``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from mpips.kernels.atomics import observe
 from mpips.mpi.window import Window
@@ -93,6 +93,10 @@ class RemoteResender:
         cluster: The job's ranks.
         design: Design of the store.
         shards: Shards that this server serves.
+
+    Attributes:
+        left: Final number of pushes of each dead worker of any node, by rank, once it is known.
+        done_reading: Ranks of the workers that make no more reads.
     """
 
     def __init__(self, cluster: Cluster, design: Design, shards: Sequence[ShardService]) -> None:
@@ -100,20 +104,13 @@ class RemoteResender:
         servers = zip(cluster.roles.servers, design.shards, strict=True)
         self._owners = [rank for rank, shard in servers if shard.size]
         self._asked: dict[int, int] = {}  # resender that was asked, by rank of the dead worker
-        self._done_reading: set[int] = set()
-
-    def reads_done(self, rank: int) -> None:
-        """Note that a worker makes no more reads."""
-        self._done_reading.add(rank)
-
-    def answered(self, rank: int) -> None:
-        """Note that the final number of a dead worker's pushes is known."""
-        self._asked.pop(rank, None)
+        self.left: dict[int, int] = {}
+        self.done_reading: set[int] = set()
 
     def all_reads_done(self) -> bool:
         """Return whether no worker reads any more."""
         living = set(self._cluster.roles.workers) - self._cluster.failures.lost
-        return not self._kept or living <= self._done_reading
+        return not self._kept or living <= self.done_reading
 
     def lose(self, rank: int) -> None:
         """Handle a death: ask for a remote worker's pushes, and replace a dead resender.
@@ -130,14 +127,14 @@ class RemoteResender:
             if rank in self._cluster.roles.workers:
                 self._ask(rank)
         for worker in [worker for worker, asked in self._asked.items() if asked == rank]:
-            self._ask(worker)
+            if not self._has_all(worker):
+                self._ask(worker)
 
-    def catch_up(self, taken: ShardService, final: Mapping[int, int]) -> None:
+    def catch_up(self, taken: ShardService) -> None:
         """Ask for the pushes of dead remote workers that a shard lacks after its takeover.
 
         Args:
             taken: The shard.
-            final: Number of pushes of each worker that has finished or died, by rank.
 
         Raises:
             Lost: If no rank has them.
@@ -145,28 +142,35 @@ class RemoteResender:
         for worker, rank in enumerate(self._cluster.roles.workers):
             if rank not in self._cluster.failures.lost or self._cluster.is_local(rank):
                 continue
-            whole = final.get(rank) == observe(taken.store.applied, worker)
+            whole = self.left.get(rank) == observe(taken.store.applied, worker)
             if not (whole or taken.store.idle):
-                self._ask(rank, final.get(rank, 0))
+                self._ask(rank)
 
-    def _ask(self, rank: int, needed: int = 0) -> None:
+    def _received(self, rank: int) -> list[tuple[int, int]]:
+        """Return the number of each shard, and of a worker's last push that it has received."""
+        roles = self._cluster.roles
+        worker = roles.workers.index(rank)
+        return [
+            (roles.servers.index(served.rank), served.receiver.acknowledged.received(worker))
+            for served in self._shards
+            if not served.store.idle
+        ]
+
+    def _has_all(self, rank: int) -> bool:
+        """Return whether the shards have received all pushes of a dead remote worker."""
+        return rank in self.left and all(got >= self.left[rank] for _, got in self._received(rank))
+
+    def _ask(self, rank: int) -> None:
         """Ask for the pushes of a dead remote worker that the shards lack.
 
-        Args:
-            rank: Rank of the worker.
-            needed: Number of its pushes that must be applied.
-
         Raises:
-            Lost: If no rank has them.
+            Lost: If no rank has one that must be applied: a part of it is, or others count on it.
         """
-        cluster = self._cluster
-        worker, lacking = cluster.roles.workers.index(rank), list[tuple[int, int]]()
-        for served in self._shards:
-            if not served.store.idle:
-                number = cluster.roles.servers.index(served.rank)
-                lacking.append((number, served.receiver.acknowledged.received(worker)))
-                half_applied, seq = served.store.resumes or (worker, 0)
-                needed = max(needed, seq if half_applied == worker else 0)
+        cluster, lacking = self._cluster, self._received(rank)
+        worker = cluster.roles.workers.index(rank)
+        half_applied = [served.store.resumes or (worker, 0) for served in self._shards]
+        parts = (seq for pusher, seq in half_applied if pusher == worker)
+        needed = max(self.left.get(rank, 0), *parts, 0)
         resender = resender_of(cluster, rank)
         if resender is not None:
             self._asked[rank] = resender

@@ -105,11 +105,12 @@ class Failover:
         self.remote_resender = RemoteResender(self._ranks, self.half.design, loop.shards)
         loop.handlers |= {
             "lost": self._lose,
+            "fin": self._finished,
             "skip": self._skip_batches,
             "left": lambda source, what: self._finish_worker(*what),
             "lacking": Resender(self._ranks, self.half.window, self.half.design).send,
             "open": lambda source, what: loop.shard_of(what[0]).store.clocks.learn(*what[1:]),
-            "whole": lambda source, _: self.remote_resender.reads_done(source),
+            "whole": lambda source, _: self.remote_resender.done_reading.add(source),
         }
 
     def begin(self) -> None:
@@ -150,9 +151,14 @@ class Failover:
             for dead in fence_all(self._ranks, self.half.window, taken):
                 self._take(self.take_over(dead))
 
+    def _finished(self, rank: int, pushes: int) -> None:
+        """Note a worker's last push; if the worker has died, the push may not have left."""
+        if rank not in self._ranks.failures.lost:
+            self._loop.finished(rank, pushes)
+
     def _finish_worker(self, rank: int, pushes: int) -> None:
         """Count a dead worker as finished, with all pushes that it announced."""
-        self.remote_resender.answered(rank)
+        self.remote_resender.left[rank] = pushes
         self._loop.finished(rank, pushes)
         coordinator = self._loop.coordinator
         if coordinator and rank not in coordinator.lost:
@@ -175,9 +181,10 @@ class Failover:
         assert self._succeed is not None, "else the death of a server ends the job"
         coordinator, home = self._succeed(self)
         loop.become(coordinator)
+        # Each of the two may have learned the number of a worker's pushes without the other.
+        for rank, pushes in {**self.remote_resender.left, **coordinator.lost}.items():
+            self._finish_worker(rank, pushes)
         self._take(home)
-        for rank in set(loop.final) & self._ranks.failures.lost - set(coordinator.lost):
-            coordinator.lose(rank, loop.final[rank])
         for message in self._early:
             coordinator.handle(*message)
         self._early.clear()
@@ -189,7 +196,7 @@ class Failover:
         if self._loop.coordinator is not None:
             takeover.served.serve_beside(self._loop.coordinator)
         self._tell(takeover)
-        self.remote_resender.catch_up(takeover.served, self._loop.final)
+        self.remote_resender.catch_up(takeover.served)
 
     def _tell(self, takeover: Takeover) -> None:
         dead = self._ranks.failures.lost.intersection(self._ranks.roles.servers)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,9 +24,9 @@ from mpips.failover.coordinator_log import (
     record_fields,
     take_back,
 )
-from mpips.failover.takeover import ended
+from mpips.failover.takeover import Failover, Takeover, ended
 from mpips.kernels.atomics import observe, publish
-from mpips.layout import Layout
+from mpips.layout import Layout, Shard
 from mpips.layout.roles import Roles
 from mpips.layout.tables import Table
 from mpips.mpi.process import STARTED, stat_of
@@ -241,6 +242,33 @@ def test_the_end_of_an_epoch_is_told_again() -> None:
         coordinator.handle(rank, "settled", begun)
     assert told() == [(1, [1, 0, 0])]
     assert snapshots.begun == 6, "the next one"
+
+
+def test_a_successor_counts_as_the_coordinator_did() -> None:
+    """It may not have heard of a dead worker's last push, or may hear more from it too late."""
+    ranks: Any = Ranks()
+    ranks.failures.lost, ranks.node_of = {0, 5}, [0] * 7
+    nothing = lambda *what: None  # noqa: E731
+    half: Any = SimpleNamespace(
+        window=ranks, receiver=None, design=SimpleNamespace(kept=False, shards=[Shard(0, 8)] * 4)
+    )
+    home: Any = SimpleNamespace(
+        rank=0, serve_beside=nothing, agreement=SimpleNamespace(begun=0),
+        store=SimpleNamespace(ledger=[1, 0, 3]),
+    )  # fmt: skip
+    coordinator: Any = SimpleNamespace(lost={5: 2})
+    failover = Failover(
+        SimpleNamespace(cluster=ranks), half, lambda _: (coordinator, Takeover(home, 0.0, 4, False))
+    )
+    loop: Any = SimpleNamespace(
+        shards=[SimpleNamespace(give_up=nothing)], handlers={}, final={}, coordinator=None
+    )
+    loop.finished, loop.become = loop.final.__setitem__, partial(setattr, loop, "coordinator")
+    failover.join(loop)
+    loop.handlers["lost"](0, None)
+    for rank in (5, 6):
+        loop.handlers["fin"](rank, 3)
+    assert loop.final == {5: 2, 6: 3}
 
 
 def test_the_hand_out_goes_on() -> None:
