@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 
 WAYS = ("get", "reply")
-TRIES = 3
+TRIES = 3  # reads by each way; one, if it takes LONG_S
+LONG_S = 1.0
 GAIN = 0.8  # Get is chosen if it takes at most this part of a reply's time
 
 
@@ -60,7 +61,7 @@ def agree(
     owners = [r for r, s in zip(roles.servers, design.shards, strict=True) if s.size]
     remote = [w for w in roles.workers if any(node_of[r] != node_of[w] for r in owners)]
     decided = design.far_read != "auto" or design.consistent or design.replies.codec is not None
-    if not remote or decided or design.reads_wait or _get_keeps_memory(cluster):
+    if not remote or decided or design.reads_wait or design.kept or _get_keeps_memory(cluster):
         return None
     times = np.zeros(2)
     if puller is not None and cluster.rank == remote[0]:
@@ -71,7 +72,9 @@ def agree(
 
 
 def _seconds(puller: Puller, out: np.ndarray) -> float:
-    return min(timeit.repeat(lambda: puller.pull(out), number=1, repeat=TRIES))
+    first = timeit.timeit(lambda: puller.pull(out), number=1)
+    more = TRIES - 1 if first < LONG_S else 0
+    return min([first, *timeit.repeat(lambda: puller.pull(out), number=1, repeat=more)])
 
 
 def _get_keeps_memory(cluster: Cluster) -> bool:
