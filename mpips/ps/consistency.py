@@ -264,11 +264,15 @@ class VectorClock:
         """Have `let` answer a remote worker's open read even if its requirement is not met."""
         self._cancelled |= {reader for reader, *_ in self.held if reader == rank}
 
-    def let(self) -> None:
-        """Answer all reads whose requirements are met. Call it between two updates. Blocks: no."""
+    def let(self, first: int = 0) -> None:
+        """Answer reads whose requirements are met. Call it between two updates. Blocks: no.
+
+        Args:
+            first: Index in `held` of the first read to check.
+        """
         header, applied, worker = self._header, self._applied, self._workers
-        held, self.held = self.held, []
-        for rank, consistent, needs in held:
+        checked, self.held[first:] = self.held[first:], []
+        for rank, consistent, needs in checked:
             if rank in self._cancelled or has_arrived(header, applied, worker[rank], needs):
                 self._cancelled.discard(rank)
                 self._answered[rank] = needs

@@ -346,7 +346,7 @@ class Server:
         start, (consistent, *needs) = time.perf_counter(), request
         self.clocks.held.append((rank, consistent, ReadRequirement(*needs)))
         if self.resumes is None:
-            self.clocks.let()
+            self.clocks.let(len(self.clocks.held) - 1)
         status_board.answered(rank, start)
 
     def serve_reads(self) -> bool:
