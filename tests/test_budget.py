@@ -12,17 +12,17 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
 TOTAL = 39555
-TESTS = 37334  # all lines of tests and of their helpers, likewise
+TESTS = 37438  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 61,
-    "checkpoint": 1527,
+    "checkpoint": 1524,
     "codecs": 617,
     "config": 1251,
     "datasets": 2644,
     "errors.py": 62,
     "extras.py": 16,
-    "failover": 867,
+    "failover": 868,
     "health": 698,
     "jax": 415,
     "kernels": 1953,
@@ -34,16 +34,16 @@ BUDGET = {
     "optim": 969,
     "planning": 2508,
     "problems": 933,
-    "ps": 2239,
-    "rounds": 2390,
+    "ps": 2240,
+    "rounds": 2389,
     "session": 1798,
-    "snapshot": 715,
+    "snapshot": 714,
     "strategies": 429,
-    "tables": 1490,
-    "tools": 5680,
-    "torch": 1665,
+    "tables": 1489,
+    "tools": 5658,
+    "torch": 1663,
     "train.py": 84,
-    "transport": 1655,
+    "transport": 1652,
 }
 
 
