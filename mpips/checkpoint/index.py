@@ -8,7 +8,6 @@ rest.
 
 import json
 import re
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -33,7 +32,7 @@ from mpips.checkpoint.files import (
 )
 from mpips.checkpoint.shards import PARAMS, ShardRecord, map_arrays, shard_problem, slot_dataset
 from mpips.errors import UserError
-from mpips.layout import Layout
+from mpips.layout import Layout, check_names
 
 if TYPE_CHECKING:
     import h5py
@@ -164,20 +163,6 @@ def check_cover(shards: Sequence[ShardRecord], size: int) -> None:
     if [s.begin for s in shards] != edges[:-1] or edges[-1] != size:
         ranges = ", ".join(f"[{s.begin}, {s.end})" for s in shards) or "none"
         raise ValueError(f"shards {ranges}, expected contiguous ranges that cover [0, {size})")
-
-
-def check_names(names: Sequence[str]) -> None:
-    """Raise UserError unless all names can name datasets in one HDF5 group.
-
-    A slash makes a group (``layer1/w``). So no name may be the group of another name.
-    """
-    taken = {"/".join(n.split("/")[:k]) for n in names for k in range(1, n.count("/") + 1)}
-    counts = Counter(names)
-    for name in names:
-        if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
-            raise UserError(f"array name {name!r}", "parts that are neither empty nor dots")
-        if name in taken or counts[name] > 1:
-            raise UserError(f"array name {name!r}", "a name that is not another's or its group")
 
 
 def _write_index(path: Path, contents: Contents) -> None:

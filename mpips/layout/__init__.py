@@ -6,6 +6,7 @@ may begin or end within an array.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -160,16 +161,33 @@ def aligned_zeros(n: int, dtype: np.dtype) -> np.ndarray:
     return memory[skip : skip + n * dtype.itemsize].view(dtype)
 
 
+def check_names(names: Sequence[str]) -> None:
+    """Raise UserError unless all names of arrays can name datasets in one HDF5 group.
+
+    A slash makes a group (``layer1/w``). So no name may be the group of another name.
+    """
+    taken = {"/".join(n.split("/")[:k]) for n in names for k in range(1, n.count("/") + 1)}
+    counts = Counter(names)
+    for name in names:
+        if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
+            raise UserError(f"array name {name!r}", "parts that are neither empty nor dots")
+        if name in taken or counts[name] > 1:
+            raise UserError(f"array name {name!r}", "a name that is not another's or its group")
+
+
 def check_alike(layouts: Sequence[Layout]) -> None:
     """Check that all ranks have the same parameters and tables, in the same order.
+
+    Checkpoints must be able to save the parameters by their names.
 
     Args:
         layouts: Layout of each rank, by rank.
 
     Raises:
-        UserError: If the layouts differ.
+        UserError: If the layouts differ, or have names that a checkpoint cannot save.
     """
     first = layouts[0]
+    check_names(first.names)
     for rank, layout in enumerate(layouts):
         if (layout.names, layout.shapes) != (first.names, first.shapes):
             got = f"params {dict(zip(layout.names, layout.shapes, strict=True))} on rank {rank}"

@@ -38,10 +38,9 @@ from mpips.checkpoint.files import (
     step_folder,
     write_durably,
 )
-from mpips.checkpoint.index import check_names
 from mpips.checkpoint.shards import CHUNK_BYTES
 from mpips.errors import UserError
-from mpips.layout import Layout, Shard, cut
+from mpips.layout import Layout, Shard, check_names, cut
 
 LAYOUT = Layout.of({"w1": (7, 5, 3), "b1": (5,), "deep/w2": (11, 4), "t": (), "none": (0, 3)})
 STATE = {"clocks": [3, 2**60], "ledger": {"0": [1, 2]}, "text": "ü", "x": 0.1, "long": "y" * 99999}

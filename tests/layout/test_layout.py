@@ -90,6 +90,8 @@ def test_layouts_of_all_ranks_are_alike() -> None:
     ):
         with pytest.raises(UserError, match=told):
             check_alike([first, other])
+    with pytest.raises(UserError, match="array name 'w', expected a name that is not another's"):
+        check_alike([Layout.of({"w": (2,), "w/b": (3,)})])
 
 
 def test_a_problem_has_its_tables_in_one_place() -> None:
