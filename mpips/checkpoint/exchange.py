@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mpips import extras
-from mpips.checkpoint.files import NPZ, PT, SAFETENSORS, write_durably
+from mpips.checkpoint.files import NPZ, PT, SAFETENSORS, pieces, write_durably
 from mpips.checkpoint.reader import Checkpoint, need_average
 from mpips.checkpoint.rows import ROWS, Stream
 from mpips.config.names import EMA
@@ -49,6 +50,7 @@ def export(checkpoint: Checkpoint, output: Path, table: str = "", average: bool 
         output: The file; its suffix selects the format.
         table: Name of the table; empty for parameters and all tables.
         average: Whether to write the parameters' moving average in their place, without slots.
+            Rows of tables have none, and are written as they are.
 
     Raises:
         UserError: If there is no such table or average, the suffix is unknown, the package for it
@@ -56,6 +58,9 @@ def export(checkpoint: Checkpoint, output: Path, table: str = "", average: bool 
     """
     if table and table not in checkpoint.tables:
         raise unknown("table", table, tuple(checkpoint.tables))
+    if table and average:
+        got = f"the average of table {table!r}, whose rows have none"
+        raise UserError(got, "their values", "leave out --ema")
     writers = {NPZ: write_npz, SAFETENSORS: write_safetensors}
     writers |= {PARQUET: partial(_write_parquet, checkpoint, table)} if table else {PT: _write_pt}
     if output.suffix not in writers:
@@ -65,7 +70,9 @@ def export(checkpoint: Checkpoint, output: Path, table: str = "", average: bool 
     if average:
         need_average(checkpoint)
         slot = f"{SLOTS}{EMA}/"
-        arrays = {PARAMS + k.removeprefix(slot): a for k, a in arrays.items() if k.startswith(slot)}
+        means = {k.removeprefix(slot): a for k, a in arrays.items() if k.startswith(slot)}
+        rows = {name: array for name, array in arrays.items() if VALUES.fullmatch(name)}
+        arrays = {f"{PARAMS}{name}": mean for name, mean in means.items()} | rows
     named = arrays if output.suffix == NPZ else _parameters(arrays)
     write_durably(output, lambda path: writers[output.suffix](path, named.items()))
 
@@ -78,12 +85,21 @@ def named_streams(checkpoint: Checkpoint) -> Iterator[tuple[str, Stream]]:
     """
     shapes = dict(zip(checkpoint.layout.names, checkpoint.layout.shapes, strict=True))
     for name, (begin, end) in checkpoint.layout.slices().items():
-        yield f"{PARAMS}{name}", checkpoint.stream(begin, end, shapes[name])
+        where = begin, end, shapes[name], checkpoint.dtype
+        yield f"{PARAMS}{name}", _stream(checkpoint.read_params, *where)
         for slot in checkpoint.slot_names:
-            yield f"{SLOTS}{slot}/{name}", checkpoint.stream(begin, end, shapes[name], slot)
+            yield f"{SLOTS}{slot}/{name}", _stream(partial(checkpoint.read_slot, slot), *where)
     for name in checkpoint.tables:
         for column, array in checkpoint.columns(name).items():
             yield f"{TABLES}{name}/{column}", array
+
+
+Read = Callable[[int, int], np.ndarray]  # returns a range of a vector
+
+
+def _stream(read: Read, begin: int, end: int, shape: tuple[int, ...], dtype: np.dtype) -> Stream:
+    """Return elements ``[begin, end)`` of the parameters or of a slot, read in pieces by `read`."""
+    return Stream(shape, dtype, lambda: starmap(read, pieces(begin, end, dtype.itemsize)))
 
 
 Named = Iterable[tuple[str, Stream]]

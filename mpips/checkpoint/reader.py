@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpips.checkpoint.files import INDEX, PathLike, damaged, folder_step, list_checkpoints, pieces
+from mpips.checkpoint.files import INDEX, PathLike, damaged, folder_step, list_checkpoints
 from mpips.checkpoint.index import Contents, file_problems, read_index
 from mpips.checkpoint.rows import Ordered, RowsFile, Stream, TableRows, Wanted, counted_rows
 from mpips.checkpoint.shards import PARAMS, read_shard, slot_dataset
@@ -190,23 +190,6 @@ class Checkpoint(Contents):
             raise unknown("table", name, tuple(self.tables))
         return counted_rows(self.path, self, name)
 
-    def stream(self, begin: int, end: int, shape: tuple[int, ...], slot: str = "") -> Stream:
-        """Return a range of the parameters, or of a slot, as an array that is read in pieces.
-
-        Args:
-            begin: First element.
-            end: Last element + 1.
-            shape: Shape of the array.
-            slot: Name of the optimizer's slot; empty for parameters.
-        """
-        dataset = slot_dataset(slot) if slot else PARAMS
-
-        def read() -> Iterator[np.ndarray]:
-            for first, last in pieces(begin, end, self.dtype.itemsize):
-                yield self._read(dataset, first, last, None)
-
-        return Stream(shape, self.dtype, read)
-
     def _read(
         self, dataset: str, begin: int, end: int | None, out: np.ndarray | None
     ) -> np.ndarray:
@@ -260,16 +243,21 @@ def verify(path: PathLike) -> list[str]:
         One line for each problem, with the path, the dataset, and the actual and expected value.
         Empty for a complete checkpoint.
     """
+    return _checked(path)[1]
+
+
+def _checked(path: PathLike) -> tuple[Checkpoint | None, list[str]]:
+    """Return a checkpoint, if its index is sound, and its problems; see `verify`."""
     try:
         folder = _only(path)
-        contents = read_index(folder)
+        found = Checkpoint.of(folder)
     except UserError as error:
-        return [str(error)]
-    problems = [str(problem) for problem in file_problems(folder, contents, sums=True)]
+        return None, [str(error)]
+    problems = [str(problem) for problem in file_problems(folder, found, sums=True)]
     named = folder_step(folder.resolve())
-    if named not in (None, contents.step):
-        problems.append(f"{folder}: folder of step {named}, expected step {contents.step}")
-    return problems
+    if named not in (None, found.step):
+        problems.append(f"{folder}: folder of step {named}, expected step {found.step}")
+    return found, problems
 
 
 def _only(path: PathLike) -> Path:
@@ -288,13 +276,14 @@ def newest_whole(path: PathLike) -> tuple[Checkpoint | None, list[str]]:
     Returns:
         The checkpoint, or None if there is none, and the problems of the newer ones.
     """
-    complaints: list[str] = []
-    for folder in reversed(list_checkpoints(path)):
-        problems = verify(folder)
+    complaints, folders = list[str](), list_checkpoints(path)
+    for folder in reversed(folders):
+        found, problems = _checked(folder)
         if not problems:
-            return Checkpoint.of(folder), complaints
+            return found, complaints
         complaints += problems
-    return None, complaints
+    # A running job may have removed them as they were checked, and saved others.
+    return (None, complaints) if folders == list_checkpoints(path) else newest_whole(path)
 
 
 def need_whole(path: PathLike, given: str = "", remedy: str = "") -> tuple[Checkpoint, list[str]]:

@@ -27,6 +27,7 @@ from mpips.checkpoint import (
     need_whole,
     newest_whole,
     open_checkpoint,
+    reader,
     verify,
     write_shard,
     write_worker,
@@ -302,22 +303,29 @@ def test_what_is_wrong_with_a_shard_is_said(
             open_checkpoint(folder)
 
 
-def test_a_missing_shard_is_not_looked_for_in_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They may be many and large, and each would be read for each that is missing."""
-    folder, read = save(tmp_path, parts=5), list[str]()
-    digest = hashlib.file_digest
-    for number in (1, 3):
-        (folder / f"shard-{number:04d}.h5").unlink()
+@pytest.fixture
+def digested(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the paths of the shards that are read to compute their checksums, as they are read."""
+    digest, read = hashlib.file_digest, list[str]()
 
-    def counted(file: Any, name: Any) -> Any:
-        read.append(Path(file.name).name)
+    def noted(file: Any, name: Any) -> Any:
+        read.extend([str(file.name)] if "shard-" in str(file.name) else [])
         return digest(file, name)
 
-    monkeypatch.setattr(hashlib, "file_digest", counted)
+    monkeypatch.setattr(hashlib, "file_digest", noted)
+    return read
+
+
+def test_a_missing_shard_is_not_looked_for_in_the_others(
+    tmp_path: Path, digested: list[str]
+) -> None:
+    """They may be many and large, and each would be read for each that is missing."""
+    folder = save(tmp_path, parts=5)
+    for number in (1, 3):
+        (folder / f"shard-{number:04d}.h5").unlink()
+    digested.clear()
     assert len(verify(folder)) == 2
-    assert sorted(set(read) - {"index.h5"}) == sorted(name for name in read if name != "index.h5")
+    assert len(set(digested)) == len(digested)
 
 
 def test_a_folder_under_the_name_of_another_step(tmp_path: Path) -> None:
@@ -344,6 +352,23 @@ def test_the_one_before_a_damaged_one_is_used(tmp_path: Path) -> None:
     assert nothing is None
     assert len(complaints) == 3
     assert newest_whole(tmp_path / "absent") == (None, [])
+
+
+def test_the_one_that_replaces_it_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A running job that keeps one removes it while it is checked."""
+    save(tmp_path, 1, keep=1)
+    later = iter((2, 3))
+
+    def listed(path: Path) -> list[Path]:
+        found = list_checkpoints(path)
+        for step in itertools.islice(later, 1):
+            save(tmp_path, step, keep=1)
+        return found
+
+    monkeypatch.setattr(reader, "list_checkpoints", listed)
+    checkpoint, complaints = newest_whole(tmp_path)
+    assert checkpoint is not None
+    assert (checkpoint.step, complaints) == (3, [])
 
 
 # --- keeping, rewriting, failing ----------------------------------------------------------------
@@ -537,20 +562,13 @@ def finished(out: Path, clocks: tuple[int, ...] = (25, 25)) -> Path:
 
 
 def test_verify_of_a_run_reads_each_byte_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    tmp_path: Path, digested: list[str], capsys: Any
 ) -> None:
-    digest, read = hashlib.file_digest, list[str]()
-
-    def counted(file: Any, name: Any) -> Any:
-        read.append(file.name)
-        return digest(file, name)
-
     out = finished(tmp_path / "run")
-    monkeypatch.setattr(hashlib, "file_digest", counted)
+    digested.clear()
     assert main(["verify", "--run", str(out)]) == 0
     assert capsys.readouterr().out == f"{out}: 2 checkpoints, whole; the run is complete\n"
-    shards = [path for path in map(str, read) if "shard-" in path]
-    assert sorted(shards) == sorted(map(str, out.rglob("shard-*.h5")))
+    assert sorted(digested) == sorted(map(str, out.rglob("shard-*.h5")))
     assert main(["verify", "--run", str(out), "--step", "50"]) == 2
     assert "--step with --run, expected one of them" in capsys.readouterr().err
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from checkpoints import committed
+from test_checkpoint import flip
 
 from mpips.checkpoint import (
     TableRows,
@@ -20,17 +21,19 @@ from mpips.checkpoint import (
     open_checkpoint,
     verify,
     write_rows,
+    write_shard,
 )
 from mpips.checkpoint import rows as rows_module
 from mpips.checkpoint.__main__ import main
 from mpips.checkpoint.reader import check_tables
 from mpips.errors import UserError
-from mpips.layout import Layout
+from mpips.layout import Layout, Shard
 from mpips.layout.tables import Table
 from mpips.optim.row_rules import Adagrad, Ftrl, RowRule
 from mpips.planning.tables import JobTable
 
 LAYOUT = Layout.of({"w": (13,)})
+PARAMS = np.arange(13, dtype="f4")
 OWNERS, STEP, DIM = 3, 5, 4
 TOLD = {
     "item": {"hashed": False, "rows": 90, "dim": DIM},
@@ -56,7 +59,8 @@ def columns() -> dict[str, np.ndarray]:
 def save(directory: Path) -> Path:
     folder, owners = begin_step(directory, STEP), reversed(range(OWNERS))
     lists = [write_rows(folder, k, STEP, {name: rows(k, name) for name in TOLD}) for k in owners]
-    return committed(folder, STEP, LAYOUT, rows=lists, tables=TOLD)
+    shard = write_shard(folder, 0, Shard(0, LAYOUT.size), STEP, PARAMS, {"ema": -PARAMS})
+    return committed(folder, STEP, LAYOUT, [shard], slot_names=("ema",), rows=lists, tables=TOLD)
 
 
 @pytest.fixture(params=[rows_module.READ_BYTES, 96])
@@ -101,6 +105,7 @@ def test_rows_are_shown_and_exported(
     assert "rows-0001.h5 rows of owner 1" in told
     for name in ("all.npz", "all.safetensors"):
         assert export(name) == 0
+    assert export("mean.npz", "--ema") == 0
     for name in ("item.npz", "item.safetensors", "item.parquet"):
         assert export(name, "--table", "item") == 0, capsys.readouterr().err
     with np.load(tmp_path / "all.npz") as of_all, np.load(tmp_path / "item.npz") as found:
@@ -112,13 +117,18 @@ def test_rows_are_shown_and_exported(
             np.testing.assert_array_equal(found[name], array, strict=True)
     held = safetensors.numpy.load_file(tmp_path / "all.safetensors")
     found = safetensors.numpy.load_file(tmp_path / "item.safetensors")
-    assert set(held) == {"w", *(f"tables/{t}/{c}" for t in TOLD for c in ("rows", "params"))}
+    of_tables = {f"tables/{t}/{c}" for t in TOLD for c in ("rows", "params")}
+    assert set(held) == {"w"} | of_tables
     assert set(found) == {"rows", "params"}
     for array in (held["tables/item/params"], found["params"]):
         np.testing.assert_array_equal(array, wanted["params"], strict=True)
     lines = parquet.read_table(tmp_path / "item.parquet").to_pylist()
     assert [line["rows"] for line in lines] == wanted["rows"].tolist()
     np.testing.assert_array_equal([line["params"] for line in lines], wanted["params"])
+    with np.load(tmp_path / "mean.npz") as found:
+        assert set(found) == {"params/w"} | of_tables
+        np.testing.assert_array_equal(found["params/w"], -PARAMS)
+        np.testing.assert_array_equal(found["tables/item/params"], wanted["params"], strict=True)
     for name in ("user.npz", "user.parquet"):
         assert export(name, "--table", "user") == 0
     with np.load(tmp_path / "user.npz") as found:
@@ -127,6 +137,8 @@ def test_rows_are_shown_and_exported(
     assert export("itm.npz", "--table", "itm") == export("item.csv", "--table", "item") == 2
     told = capsys.readouterr().err
     assert "unknown table 'itm'" in told
+    assert export("item-mean.npz", "--table", "item", "--ema") == 2
+    assert "average of table 'item', whose rows have none" in capsys.readouterr().err
     assert "expected a name that ends in .npz, .safetensors, .parquet" in told
     assert not (tmp_path / "item.csv").exists()
 
@@ -254,18 +266,12 @@ def test_links_stay_as_long_as_a_newer_checkpoint_adds_to_them(tmp_path: Path) -
     assert not verify(newest)
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(content)
-
-
 @pytest.mark.parametrize(
     ("harm", "told"),
     [
         (lambda second: (second / "index.h5").unlink(), "that is missing: with it"),
         (lambda second: (second / "rows-0001.h5").unlink(), r".*rows-0001.h5: missing"),
-        (lambda second: flip(second / "rows-0001.h5"), r".*rows-0001.h5: sha256"),
+        (lambda second: flip(second / "rows-0001.h5", -1), r".*rows-0001.h5: sha256"),
         (
             lambda second: link(
                 second.parent, 2, {0: some_rows([2], 2), 1: some_rows([1], 2)}, {0: 1, 1: 1}
