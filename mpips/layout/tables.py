@@ -18,7 +18,7 @@ import hashlib
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -242,8 +242,7 @@ class Ownership:
                 remedy = "give the table hashed=True if they are words"
             raise UserError(f"{what} of dtype {ids.dtype}", "an integer type", remedy)
         if ids.ndim != 1:
-            remedy = "ravel them"
-            raise UserError(f"{what} of shape {ids.shape}", "one dimension", remedy)
+            raise UserError(f"{what} of shape {ids.shape}", "one dimension", "ravel them")
         return np.ascontiguousarray(ids, np.int64)
 
     def places(self, ids: np.ndarray) -> np.ndarray:
@@ -321,6 +320,27 @@ def combine(grouped: Grouped, grads: np.ndarray, out: np.ndarray | None = None) 
         out = np.empty((len(grouped.local), grads.shape[1]), grads.dtype)
     row_groups.add_up(grads, grouped.order, grouped.starts, out)
     return out
+
+
+def as_array(name: str, ids: Any) -> np.ndarray:
+    """Return the ids that a program gives as an array of any shape, in which each keeps its type.
+
+    Args:
+        name: Name of the table, for messages.
+        ids: An array, a number or a word, or lists of these.
+
+    Raises:
+        UserError: If lists have several lengths.
+    """
+    try:
+        found = np.asarray(ids)
+    except ValueError:  # NumPy makes no array of lists of different lengths
+        raise UserError(f"ids of table {name!r} of several lengths", "one array of them") from None
+    if not found.size:  # an empty list is an array of floats
+        return found.astype(np.int64)
+    if found.dtype.kind == "U" and found is not ids:  # it makes words of numbers beside words
+        return np.array(ids, object)
+    return found
 
 
 def digests_of(name: str, ids: np.ndarray) -> np.ndarray:

@@ -74,7 +74,7 @@ class Result:
 
         Collective: no. Blocks: while it reads all changed rows of the table.
         """
-        return find_rows(need_whole(self.out)[0], table, np.asarray(ids))
+        return find_rows(need_whole(self.out)[0], table, ids)
 
     @property
     def average(self) -> dict[str, np.ndarray]:

@@ -36,7 +36,7 @@ def _untouched(owned: Ownership, grouped: Grouped, dtype: np.dtype) -> np.ndarra
     return found
 
 
-def find_rows(checkpoint: Checkpoint, name: str, ids: np.ndarray) -> np.ndarray:
+def find_rows(checkpoint: Checkpoint, name: str, ids: Any) -> np.ndarray:
     """Return rows of a table as they were saved.
 
     Args:
@@ -72,9 +72,9 @@ class SavedRows:
         """Return rows of a table; see `find_rows`."""
         if name not in self._kept:
             self._kept[name] = self._checkpoint.ordered_rows(name)
-        ids, dtype = np.asarray(ids), self._checkpoint.dtype
+        ids, dtype = tables.as_array(name, ids), self._checkpoint.dtype
         owned = _ownership(name, self._checkpoint.tables[name])
-        if not ids.size:  # an empty list is an array of floats
+        if not ids.size:
             return np.empty((*ids.shape, owned.table.dim), dtype)
         flat = ids.reshape(-1)
         if owned.table.hashed:

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from mpips.codecs import Codec
-from mpips.errors import UserError, unknown
+from mpips.errors import unknown
 from mpips.kernels.vectors import scale, sum_squares
+from mpips.layout.tables import as_array
 from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
 from mpips.planning.tables import JobTable
@@ -203,10 +204,4 @@ class StepRows:
 def _find(tables: Mapping[str, WorkerTable], name: str, ids: Any) -> tuple[WorkerTable, np.ndarray]:
     if not isinstance(name, str) or name not in tables:
         raise unknown("table", str(name), tables)
-    try:
-        found = np.asarray(ids)
-    except ValueError:  # NumPy makes no array of lists of different lengths
-        raise UserError(f"ids of table {name!r} of several lengths", "one array of them") from None
-    if not found.size:  # an empty list is an array of floats
-        found = found.astype(np.int64)
-    return tables[name], found
+    return tables[name], as_array(name, ids)

@@ -16,6 +16,7 @@ from mpips.layout.tables import (
     Table,
     Uniform,
     Zeros,
+    as_array,
     combine,
     digests_of,
     rows_of,
@@ -209,6 +210,9 @@ def test_what_is_no_row_is_refused():
         message = r"table 'item' of dtype .*, expected integers, or str"
         with pytest.raises(UserError, match=message):
             digests_of("item", np.asarray(ids))
+    for ids in (["ann", 5], [["ann"], [5]], ("ann", 1.5)):  # of which NumPy makes words
+        with pytest.raises(UserError, match="dtype object, expected integers, or str"):
+            digests_of("item", as_array("item", ids))
 
 
 def test_tables_that_cannot_be_are_refused():

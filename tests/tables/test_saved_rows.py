@@ -56,6 +56,8 @@ def test_rows_are_read_as_they_are_wanted(tmp_path: Path) -> None:
     assert rows.pull("item", np.zeros((3, 0))).shape == (3, 0, DIM)
     with pytest.raises(UserError, match="unknown table 'other'"):
         rows.pull("other", [1])
+    with pytest.raises(UserError, match="'item' of several lengths"):
+        find_rows(found, "item", [[1], [2, 3]])
 
 
 def test_a_file_that_is_not_whole_is_named(tmp_path: Path) -> None:
