@@ -41,10 +41,8 @@ from typing import IO
 from mpips.checkpoint.files import sync
 from mpips.errors import UserError
 
-CONFIG, METRICS, CHECKPOINTS, SUMMARY, DONE = (
-    *("config.toml", "metrics.jsonl", "checkpoints"),
-    *("summary.json", "DONE"),
-)
+CONFIG, METRICS, CHECKPOINTS = "config.toml", "metrics.jsonl", "checkpoints"
+SUMMARY, DONE = "summary.json", "DONE"
 EVALUATION = "evaluation.json"  # results of --eval-only
 LOCK = ".lock"
 DATA = "data.json"  # index of a dataset of many files
@@ -183,7 +181,7 @@ def is_claimed(out: Path) -> bool:
     The lock is left as it is. For a moment it is shared with others that look.
     """
     try:
-        with open(out / LOCK, "r+") as lock:
+        with open(out / LOCK) as lock:  # which another user may read
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -270,7 +268,7 @@ def write_whole(path: Path, text: str) -> None:
     """
     temporary = path.with_name(f"{path.name}.tmp")
     try:
-        temporary.write_text(text)
+        temporary.write_text(text, "utf-8")  # as TOML has to be, in any locale
         sync(temporary)  # or it may be empty after a power failure
         os.replace(temporary, path)
     except OSError:

@@ -5,6 +5,8 @@ import errno
 import fcntl
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import Mock
@@ -32,6 +34,7 @@ from mpips.errors import UserError
 from mpips.layout import Layout, Shard
 from mpips.session import folder
 
+NOBODY = 65534
 FOLDERS = {"checkpoints", "record", "trace", "tensorboard"}
 
 
@@ -63,6 +66,27 @@ def test_a_folder_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     found = folder.find_run(parse_command_line(["--resume", "auto"]))
     assert (found.out, found.resumed) == (out, False), "nothing was saved: begins anew"
     assert is_claimed(out)
+
+
+def test_another_user_sees_it_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # not all of its parents may be entered
+    claim(tmp_path)
+    tmp_path.chmod(0o755)
+    (tmp_path / LOCK).chmod(0o444)
+    user = os.geteuid()
+    os.seteuid(user or NOBODY)
+    try:
+        assert is_claimed(Path())
+    finally:
+        os.seteuid(user)
+
+
+def test_texts_are_utf8_in_every_locale(tmp_path: Path) -> None:
+    names = "from pathlib import Path; from mpips.checkpoint.run_folder import write_whole"
+    code = f"{names}; write_whole(Path('config.toml'), '\\xfc')"
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", code], env=os.environ | plain, cwd=tmp_path, check=True)
+    assert (tmp_path / "config.toml").read_text("utf-8") == "\xfc"
 
 
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
