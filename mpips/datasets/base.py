@@ -164,7 +164,7 @@ class Source:
         step = samples_per_block(self.table)
         for begin in range(0, self.n, step):
             end = min(begin + step, self.n)
-            if self.table.checks_inputs:
+            if self.table.checks_inputs and abs(self._scale) <= 1:  # a product may be too large
                 raw_y = self.table.read_y(begin, end)
             else:
                 x, raw_y = self.table.read(begin, end)

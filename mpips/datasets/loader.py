@@ -47,9 +47,6 @@ class Blocks:
         self._ahead: dict[int, Future[tuple[np.ndarray, np.ndarray]]] = {}  # at most one
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="blocks")
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     @property
     def nbytes(self) -> int:
         """Bytes of the cached blocks."""
@@ -68,7 +65,7 @@ class Blocks:
             UserError: As `Source.load`.
         """
         info = self._source.info
-        x: np.ndarray | None = None
+        x = np.empty((0 if info.sparse else len(ids), *info.x_shape), self._dtype)
         y = np.empty((len(ids), *info.y_shape), self._dtype if info.classes is None else np.int64)
         numbers = ids // self._block
         rows, parts = list[np.ndarray](), list[Csr]()
@@ -85,11 +82,9 @@ class Blocks:
                 rows.append(rows_here)
                 parts.append(block_x.take(inner))
                 continue
-            x = np.empty((len(ids), *info.x_shape), self._dtype) if x is None else x
             take_rows(_flat(block_x), inner, rows_here, self._source.factor, _flat(x))
         if parts:
             return Batch(join(parts).take(np.argsort(np.concatenate(rows))), y, ids, epoch)
-        x = np.empty((0, *info.x_shape), self._dtype) if x is None else x
         return Batch(x, y, ids, epoch)
 
     def close(self) -> None:

@@ -130,7 +130,6 @@ def test_the_blocks_that_are_kept_are_bounded(tmp_path: Path) -> None:
         data = write(tmp_path / f"{bytes_of}.h5", stored, np.arange(1000) % 3)
         blocks = Blocks(data.train, 10, np.dtype("f4"))
         np.testing.assert_allclose(blocks.gather(ids).x, x[ids] / 255, rtol=1e-6)
-        assert len(blocks) == CACHED_BLOCKS
         assert blocks.nbytes == CACHED_BLOCKS * 10 * bytes_of
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", shape=(40, 1 << 20), dtype="f4", chunks=(1, 1 << 20))
@@ -140,8 +139,7 @@ def test_the_blocks_that_are_kept_are_bounded(tmp_path: Path) -> None:
     blocks = Blocks(data.train, 5, np.dtype("float32"))
     for begin in range(0, 20, 5):
         blocks.gather(np.arange(begin, begin + 1))
-        assert blocks.nbytes <= CACHE_BYTES
-        assert len(blocks) == 1
+        assert 5 << 22 < blocks.nbytes <= CACHE_BYTES, "one block"
 
 
 def test_the_next_block_is_read_ahead(file_data: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
