@@ -98,7 +98,9 @@ class SampleAllocator:
         self.clocks[worker] += len(batches)
 
     def take_back(self, worker: int, keep: int) -> list[int]:
-        """Take back the open batches of `worker`, except its oldest `keep`; others get them.
+        """Take back the open batches of `worker`, except its oldest `keep`, and its chunk.
+
+        Others get these batches.
 
         Returns:
             The numbers of these batches. The batches get new numbers when they are assigned again.
@@ -106,6 +108,8 @@ class SampleAllocator:
         batches = self._open[worker]
         back = [batches.pop() for _ in range(len(batches) - keep)]
         self.pending.extendleft(batch for batch, _ in back)
+        self.pending.extend(self._chunks[worker])
+        self._chunks[worker].clear()
         void = [number for _, number in back]
         self.taken_back += void
         return void
@@ -143,15 +147,17 @@ class SampleAllocator:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a result of `state`, also with another number of workers.
+        """Continue from a result of `state`, also with another number of workers or fewer epochs.
 
         A range may be larger than a batch is now, as from a round of more workers. It is split,
         since a worker's buffers may hold only a batch.
         """
         epoch, position = map(int, state["cursor"])
-        self.cursor = (epoch, position)
         ranges = [(int(e), int(b), int(n)) for e, b, n in state["pending"]]
-        self.pending = deque(p for batch in ranges for p in pieces(batch, self.batch_size))
+        cursor = (epoch, position)
+        self.cursor = cursor if self.epochs is None else min(cursor, (self.epochs, 0))
+        left = (batch for batch in ranges if batch[:2] < self.cursor)
+        self.pending = deque(p for batch in left for p in pieces(batch, self.batch_size))
         self.clocks = share_clocks([int(c) for c in state["clocks"]], self.workers)
         self.before = list(self.clocks)
         open_samples = sum(end - begin for _, begin, end in ranges)

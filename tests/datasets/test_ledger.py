@@ -140,6 +140,16 @@ def test_batches_of_another_size_do_not_depend_on_how_many_were_assigned(
     assert found[0] == found[1]
 
 
+def test_a_resumed_run_of_fewer_epochs_ends_with_them() -> None:
+    """Of batches that were assigned ahead, those of later epochs are left out."""
+    allocator, resumed = (SampleAllocator(10, 4, 1, epochs=epochs) for epochs in (5, 1))
+    first, second, third, _ = [allocator.next(0) for _ in range(4)]
+    allocator.applied(0, first, second)
+    resumed.restore(allocator.state())
+    assert (drain(resumed), resumed.samples_done) == ([third], 10)
+    assert finished(resumed)
+
+
 def test_a_quota_counts_steps_of_resumed_runs_too() -> None:
     allocator = SampleAllocator(10, 4, 2, quota=3)
     assert len(drain(allocator, 0)) == 3
@@ -170,6 +180,14 @@ def test_a_chunk_is_one_workers_block() -> None:
     while (batch := allocator.next(1)) is not None:
         rest.append(batch[1])
     assert rest == [6, 7, 8, 9, 10, 11, 3, 2]  # what worker 0 has set aside comes last
+
+
+def test_a_dead_workers_chunk_is_assigned_before_new_batches() -> None:
+    """Or an epoch would end with the run, which may have no last epoch."""
+    allocator = SampleAllocator(8, 1, 2, chunk=4)
+    allocator.next(0)
+    assert allocator.take_back(0, 0) == [0]
+    assert [allocator.next(1) for _ in range(5)] == [(0, k, k + 1) for k in range(5)]
 
 
 @given(clocks=st.lists(st.integers(0, 50), min_size=1, max_size=9), workers=st.integers(1, 9))
