@@ -150,7 +150,7 @@ def open_parts(config: Config, counted: Mapping[str, Counted] | None = None) -> 
 
         train, *others = tables("dataset")
         if config.test_dataset:
-            others = tables("test_dataset")
+            others = tables("test_dataset")[-1:]  # the test images of a folder of MNIST
         if others:
             train.match(others[0])
             parts = Parts(train, range(train.n), others[0], range(others[0].n))
@@ -176,7 +176,10 @@ def describe(config: Config, parts: Parts, strict: bool = True) -> DataInfo:
         expected = f"at most {n_train}, the training samples of {config.dataset}"
         raise UserError(f"batch_size={config.batch_size}", expected, "use a smaller --batch-size")
     names = [f"{k} {name}" for k, name in enumerate(train.class_names)]
-    hashed = train.x.name == HASHED
+    hashed, also_hashed = (table.x.name == HASHED for table in (train, parts.test))
+    if hashed != also_hashed:
+        got, remedy = f"{parts.test.path} beside {train.path}", "give files of the same kind"
+        raise UserError(got, "columns of categories in both, or in none", remedy)
     info = DataInfo(
         name=config.dataset if config.dataset in BUILT_IN else Path(train.path).name,
         n_train=n_train,
@@ -212,7 +215,7 @@ def _open_tables(name: str) -> list[Table]:
     """Open the file of a dataset, or both parts of a folder with MNIST's files."""
     if name in BUILT_IN:
         return [_reader(BUILT_IN[name])()]
-    path = os.path.expanduser(name)
+    path = ",".join(map(os.path.expanduser, parts(name)))
     files = _reader("arrays.find_mnist")(path) if os.path.isdir(path) else [path]
     return [_open_table(file) for file in files]
 

@@ -1,9 +1,10 @@
 """Sparse samples: compressed rows, and columns of categories hashed to ids.
 
 For columns of categories, ``train.csv::site,device,click``, each value of each column of inputs is
-a feature of value 1. Its id is a hash of the column's name and the value as text. So no values are
-counted or stored, and values that training has not seen have ids too. Two values may share an id.
-This is rare as long as there are far fewer values than ids, and shared ids are counted.
+a feature of value `scale`, by default 1. Its id is a hash of the column's name and the value as
+text. So no values are counted or stored, and values that training has not seen have ids too. Two
+values may share an id. This is rare as long as there are far fewer values than ids, and shared ids
+are counted.
 
 Reference: Weinberger et al., "Feature Hashing for Large Scale Multitask Learning", ICML 2009.
 """
@@ -177,11 +178,11 @@ class SparseSource(Source):
         seen.clear()
 
     def _inputs(self, x: Any, dtype: np.dtype) -> Any:
-        if not isinstance(x, Csr):
-            ids = x.reshape(len(x), -1).astype(np.int64)
-            starts = np.arange(len(x) + 1) * ids.shape[1]
-            return Csr(starts, ids.reshape(-1), np.ones(ids.size, dtype), IDS)
         with np.errstate(over="ignore"):
+            if not isinstance(x, Csr):
+                ids = x.reshape(len(x), -1).astype(np.int64)
+                starts = np.arange(len(x) + 1) * ids.shape[1]
+                return Csr(starts, ids.reshape(-1), np.full(ids.size, self._scale, dtype), IDS)
             scaled = np.multiply(x.values, self._scale, dtype=dtype, casting="unsafe")
         return replace(x, values=scaled)
 

@@ -317,7 +317,7 @@ def test_idx_finds_its_labels(tmp_path: Path, suffixes: tuple[str, str], dtype: 
     assert np.array_equal(got_y, y)
 
 
-def test_idx_folders_and_named_labels(tmp_path: Path) -> None:
+def test_idx_folders_and_named_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for part, n in (("train", 12), ("t10k", 5)):
         write_idx(tmp_path / f"{part}-images-idx3-ubyte.gz", images(n))
         write_idx(tmp_path / f"{part}-labels-idx1-ubyte.gz", np.arange(n, dtype=np.uint8) % 2)
@@ -325,11 +325,13 @@ def test_idx_folders_and_named_labels(tmp_path: Path) -> None:
     assert (info.n_train, info.n_test) == (12, 5)
     own = str(tmp_path / "train-images-idx3-ubyte.gz")
     assert opened(tmp_path, test_dataset=own).info.n_test == 12
+    assert opened(own, test_dataset=str(tmp_path)).info.n_test == 5, "the test images"
     (tmp_path / "t10k-labels-idx1-ubyte.gz").unlink()
     assert "no labels beside" in refused(tmp_path)
     write_idx(tmp_path / "a", images(12))
     write_idx(tmp_path / "b", np.arange(12, dtype=np.uint8) % 2)
-    assert opened(f"{tmp_path}/a,{tmp_path}/b").info.classes == 2
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert opened("~/a,~/b").info.classes == 2
     assert "images,labels" in refused(tmp_path / "a")
     assert "one array" in refused(f"{tmp_path}/a::x,y")
 

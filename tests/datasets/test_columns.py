@@ -10,7 +10,7 @@ import pytest
 from hostile import Case, Outside, attack, outside
 from runs import Plan, final, summary
 from test_arrays import NOT_READ, files, npy
-from test_datasets import X, Y, everything, fails, opened, refused, told
+from test_datasets import X, Y, everything, fails, opened, refused, told, write_npz
 
 from mpips.datasets import columns as readers
 from mpips.datasets.csr import IDS, ids_of, seen
@@ -212,16 +212,19 @@ def test_samples_have_an_id_a_column(tmp_path: Path, kind: str) -> None:
         half = {name: values[part * 500 : part * 500 + 500] for name, values in data.items()}
         WRITERS[kind](tmp_path / f"{part}.{kind}", half)
     name = f"{tmp_path}/*.{kind}::user,page,clicked"
-    with opened(name, test_fraction=0, problem="logistic_sparse") as found:
+    with opened(name, test_fraction=0, problem="logistic_sparse", scale=0.5) as found:
         info = found.info
         assert (info.sparse, info.x_shape, info.classes, info.n_train) == (True, (IDS,), 2, 1000)
         x, y = found.train.load(450, 550, np.dtype("f4"))
         wanted = [ids_of(name, pa.array(list(data[name][450:550]))) for name in ("user", "page")]
         np.testing.assert_array_equal(x.indices.reshape(100, 2), np.stack(wanted, axis=1))
-        assert (x.values.dtype, set(x.values)) == (np.float32, {1})
+        assert (x.values.dtype, set(x.values)) == (np.float32, {0.5})
         assert np.diff(x.starts).tolist() == [2] * 100
         np.testing.assert_array_equal(y, data["clicked"][450:550])
     assert "array 'user' holds text" in refused(name, problem="softmax")
+    dense = str(write_npz(tmp_path / "dense.npz", np.ones((4, 2)), np.arange(4) % 2))
+    text = refused(name, problem="logistic_sparse", test_dataset=dense)
+    assert f"{dense} beside {tmp_path}/*.{kind}, expected columns of categories in both" in text
 
 
 def test_lists_are_no_categories(tmp_path: Path) -> None:
