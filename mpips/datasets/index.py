@@ -183,21 +183,14 @@ def recognise(entry: Entry, path: str, index: Path) -> Entry:
     return replace(entry, path=path)
 
 
-def save(path: Path, index: Index) -> None:
-    """Write an index atomically, without the positions of samples; see `save_places`.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+def to_text(index: Index) -> str:
+    """Return an index as text for `load`, without the positions of samples; see `save_places`."""
     plain = {option: [*map(asdict, entries)] for option, entries in index.items()}
-    text = json.dumps({"version": VERSION, "files": plain}, default=lambda dtype: dtype.str)
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(f"{text}\n")
-    os.replace(temporary, path)
+    return json.dumps({"version": VERSION, "files": plain}, default=lambda dtype: dtype.str) + "\n"
 
 
 def load(path: Path) -> Index:
-    """Read an index of `save`; empty if there is no file.
+    """Read a file with the text of an index; empty if there is no file.
 
     Raises:
         UserError: If it cannot be read.
@@ -276,6 +269,7 @@ def save_places(index: Path, option: str, *, worker: int, entries: Sequence[Entr
             place = worker, begin, held.places.size
             written.append(replace(entry, held=replace(held, places=None), place=place))
             begin += held.places.size
+        os.fsync(file.fileno())  # or it may be zeros after a power failure
     return written
 
 

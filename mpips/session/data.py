@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 
 from mpips import datasets
-from mpips.checkpoint.run_folder import DATA, writing_to
+from mpips.checkpoint.run_folder import DATA, write_whole, writing_to
 from mpips.datasets import Counted, DataInfo, Dataset, Entry, Files, index
 from mpips.mpi.collective_errors import on_root, raise_on_all
 from mpips.mpi.collectives import broadcast, gather_all
@@ -84,4 +84,4 @@ def _look(files: Files, kept: list[Entry], path: Path, mine: int, workers: int) 
 
 def _save(path: Path, found: index.Index) -> None:
     with writing_to(path.parent):
-        index.save(path, found)
+        write_whole(path, index.to_text(found))

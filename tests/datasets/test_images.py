@@ -181,7 +181,7 @@ def test_shapes_and_classes_have_to_match(tmp_path: Path) -> None:
 def test_a_class_that_has_changed(tmp_path: Path) -> None:
     folder, path = photos(tmp_path / "photos"), tmp_path / "data.json"
     files = find_many(config(folder))["dataset"]
-    index.save(path, {"dataset": [count_file(files, each) for each in files.paths]})
+    path.write_text(index.to_text({"dataset": [count_file(files, each) for each in files.paths]}))
     entry, image = index.load(path)["dataset"][1], folder / "bee,s" / "3.png"
     folder.rename(tmp_path / "moved")
     assert index.recognise(entry, f"{tmp_path}/moved/bee,s", path).held == entry.held

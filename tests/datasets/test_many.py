@@ -244,7 +244,7 @@ def test_an_index_is_read_as_it_was_written(tmp_path: Path) -> None:
     files, entries = indexed(write_many(tmp_path, "h5"))
     path = tmp_path / "data.json"
     assert index.load(path) == {}
-    index.save(path, {"dataset": entries})
+    path.write_text(index.to_text({"dataset": entries}))
     assert index.load(path) == {"dataset": entries}
     again = [index.recognise(e, p, path) for e, p in zip(entries, files.paths, strict=True)]
     assert again == entries
@@ -269,7 +269,7 @@ DAMAGE: list[tuple[dict[str, Any], tuple[str | int, ...]]] = [  # fields, and wh
 def test_a_damaged_index_is_refused(tmp_path: Path) -> None:
     _, entries = indexed(write_many(tmp_path, "h5"))
     path, texts = tmp_path / "data.json", ["[" * 100_000 + "]" * 100_000, "[]", "no JSON"]
-    index.save(path, {"dataset": entries})
+    path.write_text(index.to_text({"dataset": entries}))
     for fields, place in DAMAGE:
         found = json.loads(path.read_text())
         functools.reduce(getitem, place, found["files"]["dataset"][1]).update(fields)
