@@ -197,9 +197,10 @@ class CsvTable(ColumnTable):
         self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - closed by `close`
         if is_compressed(self.path):
             raise damaged(self.path, f"plain {self.format}", ValueError("it is compressed"))
-        line = os.pread(self._file.fileno(), PIECE, 0).partition(b"\n")[0]
-        self._begin = len(line) + 1
-        text = line.decode("utf-8-sig").rstrip("\r")
+        with open(self.path, "rb") as file:
+            line = file.readline()
+        self._begin = len(line)
+        text = line.decode("utf-8-sig").rstrip("\r\n")
         return [name.strip() for name in next(csv.reader([text], skipinitialspace=True)) or [""]]
 
     def _find_pieces(self, places: np.ndarray | None) -> np.ndarray:
@@ -240,7 +241,8 @@ class CsvTable(ColumnTable):
             raise EOFError("it ends early")
         arrow = _load(".csv")
         convert = arrow.ConvertOptions(include_columns=names, column_types=kinds, null_values=[""])
-        reads = arrow.ReadOptions(column_names=self._header)
+        longest = int(np.diff(self._at[low : high + 1]).max())  # no line is longer than a block
+        reads = arrow.ReadOptions(column_names=self._header, block_size=longest)
         return arrow.read_csv(_load().BufferReader(data), reads, convert_options=convert)
 
 
