@@ -75,11 +75,10 @@ def list_all(args: argparse.Namespace) -> int:
     checked = [(folder, verify(folder)) for folder in find(args)]
     newest = next((folder for folder, problems in reversed(checked) if not problems), None)
     for folder, problems in checked:
-        size = _size(folder)
         verdict = "; ".join(problems) or ("whole, newest" if folder == newest else "whole")
         step = folder_step(folder.resolve())
         name = folder.name if step is None else f"step {step}"
-        print(f"{name:<16} {human_bytes(size):>10}  {verdict}")
+        print(f"{name:<16} {human_bytes(_size(folder)):>10}  {verdict}")
     return Exit.DONE
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from mpips import extras
 from mpips.checkpoint.files import NPZ, PT, SAFETENSORS, pieces, write_durably
 from mpips.checkpoint.reader import Checkpoint, need_average
-from mpips.checkpoint.rows import ROWS, Stream
+from mpips.checkpoint.rows import COLUMNS, ROWS, Stream
 from mpips.config.names import EMA
 from mpips.errors import UserError, listed, nearest, unknown
 from mpips.layout import Layout
@@ -59,39 +59,37 @@ def export(checkpoint: Checkpoint, output: Path, table: str = "", average: bool 
     if table and table not in checkpoint.tables:
         raise unknown("table", table, tuple(checkpoint.tables))
     if table and average:
-        got = f"the average of table {table!r}, whose rows have none"
-        raise UserError(got, "their values", "leave out --ema")
+        got = f"average of table {table!r}"
+        raise UserError(got, "none: it has only values", "leave out --ema")
     writers = {NPZ: write_npz, SAFETENSORS: write_safetensors}
     writers |= {PARQUET: partial(_write_parquet, checkpoint, table)} if table else {PT: _write_pt}
     if output.suffix not in writers:
         what = f" for table {table!r}" if table else ""
         raise UserError(f"{output}{what}", f"a name that ends in {', '.join(writers)}")
-    arrays = checkpoint.columns(table) if table else dict(named_streams(checkpoint))
     if average:
         need_average(checkpoint)
-        slot = f"{SLOTS}{EMA}/"
-        means = {k.removeprefix(slot): a for k, a in arrays.items() if k.startswith(slot)}
-        rows = {name: array for name, array in arrays.items() if VALUES.fullmatch(name)}
-        arrays = {f"{PARAMS}{name}": mean for name, mean in means.items()} | rows
+    arrays = checkpoint.columns(table) if table else dict(named_streams(checkpoint, average))
     named = arrays if output.suffix == NPZ else _parameters(arrays)
     write_durably(output, lambda path: writers[output.suffix](path, named.items()))
 
 
-def named_streams(checkpoint: Checkpoint) -> Iterator[tuple[str, Stream]]:
-    """Yield all arrays of a checkpoint with their names.
+def named_streams(checkpoint: Checkpoint, average: bool) -> Iterator[tuple[str, Stream]]:
+    """Yield all arrays of a checkpoint with their names, or with `average` those of `export`.
 
     The names are ``params/<name>`` and ``slots/<slot>/<name>``, then ``tables/<table>/rows``,
     ``tables/<table>/params`` and ``tables/<table>/slots/<slot>`` with a table's changed rows.
     """
+    read = partial(checkpoint.read_slot, EMA) if average else checkpoint.read_params
     shapes = dict(zip(checkpoint.layout.names, checkpoint.layout.shapes, strict=True))
     for name, (begin, end) in checkpoint.layout.slices().items():
         where = begin, end, shapes[name], checkpoint.dtype
-        yield f"{PARAMS}{name}", _stream(checkpoint.read_params, *where)
-        for slot in checkpoint.slot_names:
+        yield f"{PARAMS}{name}", _stream(read, *where)
+        for slot in () if average else checkpoint.slot_names:
             yield f"{SLOTS}{slot}/{name}", _stream(partial(checkpoint.read_slot, slot), *where)
     for name in checkpoint.tables:
         for column, array in checkpoint.columns(name).items():
-            yield f"{TABLES}{name}/{column}", array
+            if column in COLUMNS or not average:
+                yield f"{TABLES}{name}/{column}", array
 
 
 Read = Callable[[int, int], np.ndarray]  # returns a range of a vector

@@ -141,10 +141,10 @@ def remove_checkpoint(folder: Path) -> None:
 
 def prune(
     folder: Path,
+    base: Path | None,
     keep: int,
-    is_whole: Callable[[Path], bool],
+    look: Callable[[Path], tuple[bool, Path | None]],
     protected: Collection[int] = (),
-    base_of: Callable[[Path], Path | None] = lambda folder: None,
 ) -> None:
     """Remove old checkpoints, and keep the newest `keep` complete ones up to `folder`.
 
@@ -153,22 +153,24 @@ def prune(
 
     Args:
         folder: The newest checkpoint, which stays.
+        base: The checkpoint that it needs, if it is incremental. It stays, too.
         keep: Number of complete checkpoints that stay, `folder` included.
-        is_whole: Returns whether a checkpoint is complete.
+        look: Returns whether a checkpoint is complete, and its base.
         protected: Steps whose complete checkpoints stay in addition.
-        base_of: Returns the checkpoint that an incremental one needs, which stays with it.
     """
     kept, extra = {folder_step(folder)}, set(protected)
-    needed = {base_of(folder)}
+    needed = {base}
     older = [p for p in list_checkpoints(folder.parent) if _age(p) < _age(folder)]
     for other in reversed(older):
         step = folder_step(other)
         wanted = step not in kept and (len(kept) < keep or step in extra)
-        stays = wanted and is_whole(other)
-        if not stays and other.resolve() not in needed:
+        is_needed = other.resolve() in needed
+        is_whole, base = look(other) if wanted or is_needed else (False, None)
+        stays = wanted and is_whole
+        if not stays and not is_needed:
             remove_checkpoint(other)
             continue
-        needed.add(base_of(other))
+        needed.add(base)
         if stays and len(kept) < keep:
             kept.add(step)
         extra -= {step} if stays else set()

@@ -137,7 +137,7 @@ def commit(
         if problem := shard_problem(folder, record, sums=False):
             raise problem
     write_durably(folder / INDEX, lambda path: _write_index(path, index))
-    prune(folder, keep, _has_sound_index, protected, _base_of)
+    prune(folder, _base_folder(folder, index), keep, _look, protected)
 
 
 def _base_sum(folder: Path, rows: Sequence[ShardRecord]) -> str:
@@ -274,13 +274,17 @@ def _records(listed: Any) -> tuple[ShardRecord, ...]:
     return records
 
 
-def _has_sound_index(folder: Path) -> bool:
-    """Return whether the index is sound, and all files that it needs exist with their sizes."""
+def _look(folder: Path) -> tuple[bool, Path | None]:
+    """Return whether a checkpoint's index is sound and all needed files exist, and its base.
+
+    The base is the folder of the checkpoint before in the chain; None if there is none.
+    """
     try:
         contents = read_index(folder)
     except UserError:
-        return False
-    return not any(file_problems(folder, contents, sums=False))
+        return False, None
+    is_whole = not any(file_problems(folder, contents, sums=False))
+    return is_whole, _base_folder(folder, contents)
 
 
 class Link(NamedTuple):
@@ -325,17 +329,6 @@ def links(folder: Path, contents: Contents) -> Iterator[Link]:
         if sum_now != sum_then:
             raise _broken(newest, base, "it is another checkpoint than the one that was there")
         folder, rows = base, tuple(r for r in contents.rows if r.owner in owners)
-
-
-def _base_of(folder: Path) -> Path | None:
-    """Return the folder of the checkpoint before in the chain; None if there is none.
-
-    None also if the index of `folder` is damaged.
-    """
-    try:
-        return _base_folder(folder, read_index(folder))
-    except UserError:
-        return None
 
 
 def _base_folder(folder: Path, contents: Contents) -> Path | None:

@@ -138,7 +138,7 @@ def test_rows_are_shown_and_exported(
     told = capsys.readouterr().err
     assert "unknown table 'itm'" in told
     assert export("item-mean.npz", "--table", "item", "--ema") == 2
-    assert "average of table 'item', whose rows have none" in capsys.readouterr().err
+    assert "average of table 'item', expected none: it has" in capsys.readouterr().err
     assert "expected a name that ends in .npz, .safetensors, .parquet" in told
     assert not (tmp_path / "item.csv").exists()
 
