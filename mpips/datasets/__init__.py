@@ -16,12 +16,12 @@ import numpy as np
 from mpips.config import Config
 from mpips.config.names import SPARSE_PROBLEMS
 from mpips.datasets.base import Batch, DataInfo, Dataset, Source, iterate
-from mpips.datasets.csr import HASHED, IDS, SparseSource
+from mpips.datasets.csr import IDS, SparseSource
 from mpips.datasets.files import Files, find_files, parts
 from mpips.datasets.index import Counted, Entry, FileInfo, stamps_of
 from mpips.datasets.labels import Parts, check_targets
 from mpips.datasets.order import SPLIT, shuffled
-from mpips.datasets.table import Table, check_file, reading
+from mpips.datasets.table import HASHED, Table, check_file, reading
 from mpips.errors import UserError, listed, nearest
 
 __all__ = [
@@ -176,10 +176,7 @@ def describe(config: Config, parts: Parts, strict: bool = True) -> DataInfo:
         expected = f"at most {n_train}, the training samples of {config.dataset}"
         raise UserError(f"batch_size={config.batch_size}", expected, "use a smaller --batch-size")
     names = [f"{k} {name}" for k, name in enumerate(train.class_names)]
-    hashed, also_hashed = (table.x.name == HASHED for table in (train, parts.test))
-    if hashed != also_hashed:
-        got, remedy = f"{parts.test.path} beside {train.path}", "give files of the same kind"
-        raise UserError(got, "columns of categories in both, or in none", remedy)
+    hashed = train.x.name == HASHED
     info = DataInfo(
         name=config.dataset if config.dataset in BUILT_IN else Path(train.path).name,
         n_train=n_train,

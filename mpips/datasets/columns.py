@@ -18,8 +18,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpips import extras
-from mpips.datasets.csr import HASHED, ids_of
+from mpips.datasets.csr import ids_of
 from mpips.datasets.table import (
+    HASHED,
     ArrayInfo,
     Table,
     check_file,

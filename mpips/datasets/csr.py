@@ -20,7 +20,6 @@ from mpips.datasets.base import Source, not_finite
 from mpips.datasets.table import ArrayInfo
 
 IDS = 1 << 20
-HASHED = "hashed columns"  # name of an array of ids
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import numpy as np
 from mpips.errors import UserError, nearest
 
 UINT8_SCALE = 1 / 255
+HASHED = "hashed columns"  # name of an array of ids
 GZIP_MAGIC = b"\x1f\x8b"
 MAX_NAMES_COMPARED = 1000
 NAMES = {"U": "text", "S": "text", "O": "text or objects"}  # by the kind of a dtype
@@ -116,7 +117,8 @@ class Table(ABC):
             UserError: If it does not.
         """
         remedy = "give training and test files of the same kind"
-        if other.sparse != self.sparse:
+        kinds = [(table.sparse, table.x.name == HASHED) for table in (self, other)]
+        if kinds[0] != kinds[1]:
             raise UserError(f"{other.path} beside {self.path}", "both sparse, or none", remedy)
         for mine, theirs in ((self.x, other.x), (self.y, other.y)):
             if mine.shape[1:] != theirs.shape[1:]:

@@ -74,8 +74,6 @@ class SavedRows:
             self._kept[name] = self._checkpoint.ordered_rows(name)
         ids, dtype = tables.as_array(name, ids), self._checkpoint.dtype
         owned = _ownership(name, self._checkpoint.tables[name])
-        if not ids.size:
-            return np.empty((*ids.shape, owned.table.dim), dtype)
         flat = ids.reshape(-1)
         if owned.table.hashed:
             flat = tables.rows_of(tables.digests_of(name, flat), owned.table.rows)

@@ -234,7 +234,7 @@ def test_samples_have_an_id_a_column(tmp_path: Path, kind: str) -> None:
     assert "array 'user' holds text" in refused(name, problem="softmax")
     dense = str(write_npz(tmp_path / "dense.npz", np.ones((4, 2)), np.arange(4) % 2))
     text = refused(name, problem="logistic_sparse", test_dataset=dense)
-    assert f"{dense} beside {tmp_path}/*.{kind}, expected columns of categories in both" in text
+    assert f"{dense} beside {tmp_path}/*.{kind}, expected both sparse, or none" in text
 
 
 def test_lists_are_no_categories(tmp_path: Path) -> None:
