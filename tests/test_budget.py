@@ -11,15 +11,15 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39555
-TESTS = 37438  # all lines of tests and of their helpers, likewise
+TOTAL = 39559
+TESTS = 37529  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 61,
-    "checkpoint": 1524,
+    "checkpoint": 1514,
     "codecs": 617,
     "config": 1251,
-    "datasets": 2644,
+    "datasets": 2646,
     "errors.py": 62,
     "extras.py": 16,
     "failover": 868,
@@ -27,7 +27,7 @@ BUDGET = {
     "jax": 415,
     "kernels": 1953,
     "launch": 2316,
-    "layout": 413,
+    "layout": 432,
     "library": 1622,
     "lightning": 711,
     "mpi": 1804,
@@ -39,7 +39,7 @@ BUDGET = {
     "session": 1798,
     "snapshot": 714,
     "strategies": 429,
-    "tables": 1489,
+    "tables": 1482,
     "tools": 5658,
     "torch": 1663,
     "train.py": 84,
