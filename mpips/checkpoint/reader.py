@@ -15,7 +15,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpips.checkpoint.files import INDEX, PathLike, damaged, folder_step, list_checkpoints
+from mpips.checkpoint.files import (
+    INDEX,
+    PathLike,
+    committed,
+    damaged,
+    folder_step,
+    list_checkpoints,
+)
 from mpips.checkpoint.index import Contents, file_problems, read_index
 from mpips.checkpoint.rows import Ordered, RowsFile, Stream, TableRows, Wanted, counted_rows
 from mpips.checkpoint.shards import PARAMS, read_shard, slot_dataset
@@ -276,14 +283,14 @@ def newest_whole(path: PathLike) -> tuple[Checkpoint | None, list[str]]:
     Returns:
         The checkpoint, or None if there is none, and the problems of the newer ones.
     """
-    complaints, folders = list[str](), list_checkpoints(path)
-    for folder in reversed(folders):
+    complaints, before = list[str](), committed(path)
+    for folder in reversed(list_checkpoints(path)):
         found, problems = _checked(folder)
         if not problems:
             return found, complaints
         complaints += problems
     # A running job may have removed them as they were checked, and saved others.
-    return (None, complaints) if folders == list_checkpoints(path) else newest_whole(path)
+    return (None, complaints) if committed(path) == before else newest_whole(path)
 
 
 def need_whole(path: PathLike, given: str = "", remedy: str = "") -> tuple[Checkpoint, list[str]]:
