@@ -81,10 +81,12 @@ def _claims(summary: dict[str, Any], newest: Checkpoint, asked: Config) -> Itera
         meaning = "the workers' steps do not add up to the updates of the servers"
         yield "sum of the clocks", sum(allocator["clocks"]), newest.step + merged, meaning
     if summary["stop_reason"] == "epochs":
+        end = [asked.epochs, 0]  # the job before may have assigned batches of later epochs
+        pending = [batch for batch in allocator["pending"] if batch[:2] < end]
         missing = "the parameters lack the gradients of these batches"
-        yield "batches that were not applied", allocator["pending"], [], missing
+        yield "batches that were not applied", pending, [], missing
         early = "the last checkpoint is from before the end of the last epoch"
-        yield "epoch and position", allocator["cursor"], [asked.epochs, 0], early
+        yield "epoch and position", min(allocator["cursor"], end), end, early
         counted, n = "samples were left out, or counted twice", asked.epochs * state["n_train"]
         yield "samples of all epochs", state["samples"], n, counted
     if summary["stop_reason"] == "steps":

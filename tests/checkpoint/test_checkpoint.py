@@ -600,7 +600,7 @@ def test_verify_of_a_run_says_what_a_difference_means(
 
 def test_verify_of_a_run_that_was_shortened(tmp_path: Path, capsys: Any) -> None:
     """Resumed with no more epochs than it has made, it saves nothing: its file has their number."""
-    allocator = {"clocks": [25, 25], "pending": [], "cursor": [2, 0]}
+    allocator = {"clocks": [25, 25], "pending": [[2, 0, 8]], "cursor": [2, 8]}
     state = {"allocator": allocator, "n_train": 100, "samples": 200}
     out, ended = tmp_path / "run", {"samples": 200, "stop_reason": "epochs"}
     save(out / "checkpoints", 50, config="epochs = 9\n", state=state)
