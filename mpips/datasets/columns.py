@@ -129,11 +129,11 @@ class ColumnTable(Table):
         at, values_of = int(self._starts[low]), [list[np.ndarray]() for _ in columns]
         with reading(f"{self.path}, samples {begin} to {end - 1}", self.format):
             for batch in self._batches(low, high, columns):
-                first = max(begin, at)
-                part = batch.slice(first - at, max(0, min(end, at + len(batch)) - first))
-                for column, arrays in zip(columns, values_of, strict=True):
-                    values = part.column(part.schema.get_field_index(column.name))
-                    if len(part):
+                first, last = max(begin, at), min(end, at + len(batch))
+                if first < last:
+                    part = batch.slice(first - at, last - first)
+                    for column, arrays in zip(columns, values_of, strict=True):
+                        values = part.column(part.schema.get_field_index(column.name))
                         arrays.append(_numbers(self.path, column, values, first))
                 at += len(batch)
                 if at >= end:
