@@ -240,7 +240,7 @@ def _check_count(mode: str, count: int, world: int, evaluators: int, asked: bool
 
 def matching(hosts: Sequence[str], glob: str) -> list[int]:
     """Return the ranks whose host matches one of the comma-separated globs, or all without any."""
-    globs = glob.split(",") if glob else ["*"]
+    globs = [each.strip() for each in glob.split(",")] if glob else ["*"]
     return [r for r, h in enumerate(hosts) if any(fnmatch.fnmatch(h, g) for g in globs)]
 
 

@@ -91,7 +91,7 @@ def test_placed_by_host() -> None:
         ("big*", 2, (0, 4)),
         ("big*", 3, (0, 1, 4)),
         ("small?", 2, (2, 3)),
-        ("big2,small1", 2, (2, 4)),
+        ("big2, small1", 2, (2, 4)),
     ):
         assert assign("async", hosts, node_of, servers, server_hosts=pattern).servers == found
     with pytest.raises(UserError, match=r"matches 2 ranks.*hosts are big1, big2, small1"):
