@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -69,9 +70,9 @@ class Layout:
         sizes = tuple(tuple(int(k) for k in shape) for shape in shapes.values())
         return cls(tuple(shapes), sizes, {} if tables is None else tables)
 
-    @property
+    @cached_property
     def size(self) -> int:
-        """Number of elements of the flat vector."""
+        """Number of elements of the flat vector, which each read of a range asks for."""
         return sum(math.prod(shape) for shape in self.shapes)
 
     def slices(self) -> dict[str, tuple[int, int]]:

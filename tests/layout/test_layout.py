@@ -1,7 +1,9 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -33,6 +35,14 @@ def test_arrays_tile_the_vector_in_their_order(shapes: dict[str, tuple[int, ...]
     expected = [k + 1 for k, s in enumerate(shapes.values()) for _ in range(math.prod(s))]
     assert vector.tolist() == expected
     assert Layout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
+
+
+def test_the_size_of_many_arrays_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, calls = Layout.of({f"w{k}": (k, 2) for k in range(9)}), Mock(side_effect=math.prod)
+    monkeypatch.setattr(math, "prod", calls)
+    assert [layout.size for _ in range(3)] == [72] * 3
+    assert calls.call_count == 9
+    assert layout == replace(layout)
 
 
 def test_a_vector_of_another_size_is_refused() -> None:
