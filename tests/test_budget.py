@@ -11,12 +11,12 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39559
-TESTS = 37529  # all lines of tests and of their helpers, likewise
+TOTAL = 39558
+TESTS = 37534  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 61,
-    "checkpoint": 1514,
+    "checkpoint": 1512,
     "codecs": 617,
     "config": 1251,
     "datasets": 2646,
@@ -27,7 +27,7 @@ BUDGET = {
     "jax": 415,
     "kernels": 1953,
     "launch": 2316,
-    "layout": 432,
+    "layout": 433,
     "library": 1622,
     "lightning": 711,
     "mpi": 1804,

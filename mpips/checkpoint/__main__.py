@@ -92,10 +92,9 @@ def _size(folder: Path) -> int:
 def inspect(args: argparse.Namespace) -> int:
     """Print the contents of one checkpoint, without the values of its arrays."""
     checkpoint = open_checkpoint(find(args)[-1])
-    size = f"{checkpoint.layout.size} parameters, {checkpoint.dtype}"
-    print(
-        f"{checkpoint.path}: step {checkpoint.step}, {size}, {human_bytes(checkpoint.size_bytes)}"
-    )
+    size = human_bytes(_size(checkpoint.path))
+    parameters = f"{checkpoint.layout.size} parameters, {checkpoint.dtype}"
+    print(f"{checkpoint.path}: step {checkpoint.step}, {parameters}, {size}")
     print("arrays:")
     for name, shape in zip(checkpoint.layout.names, checkpoint.layout.shapes, strict=True):
         print(f"  params/{name} {shape}")

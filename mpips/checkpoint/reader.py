@@ -9,20 +9,13 @@ Messages:
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpips.checkpoint.files import (
-    INDEX,
-    PathLike,
-    committed,
-    damaged,
-    folder_step,
-    list_checkpoints,
-)
+from mpips.checkpoint.files import PathLike, committed, damaged, folder_step, list_checkpoints
 from mpips.checkpoint.index import Contents, file_problems, read_index
 from mpips.checkpoint.rows import Ordered, RowsFile, Stream, TableRows, Wanted, counted_rows
 from mpips.checkpoint.shards import PARAMS, read_shard, slot_dataset
@@ -52,11 +45,6 @@ class Checkpoint(Contents):
             UserError: As `read_index`.
         """
         return cls(**vars(read_index(folder)), path=folder)
-
-    @cached_property
-    def size_bytes(self) -> int:
-        """Size of all files of the checkpoint in bytes."""
-        return sum(s.bytes for s in self.files) + (self.path / INDEX).stat().st_size
 
     def read_params(
         self, begin: int = 0, end: int | None = None, out: np.ndarray | None = None
