@@ -1,5 +1,6 @@
 """Command line of all commands: ``mpips COMMAND ...`` or ``python -m mpips COMMAND ...``."""
 
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -46,7 +47,14 @@ def main(argv: Sequence[str]) -> int:
     if name in COMMANDS:
         sys.argv[1:] = rest
         module = f"mpips.{COMMANDS[name][0]}"
-        return runpy.run_module(module, run_name="__main__", alter_sys=True)["main"](rest)
+        try:
+            try:
+                return runpy.run_module(module, run_name="__main__", alter_sys=True)["main"](rest)
+            finally:
+                print(end="", flush=True)
+        except BrokenPipeError:  # the reader of the output, such as ``head``, has ended
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is written at the exit
+            return 141  # as of a command that SIGPIPE has ended
     return _answer(name)
 
 

@@ -58,6 +58,14 @@ def test_no_tool_is_left_out() -> None:
     assert {module.removeprefix("tools.") for module in modules if "tools." in module} == tools
 
 
+def test_a_reader_that_has_enough() -> None:
+    for words in (["guide", "tables"], ["bench", "--list"]):
+        command = [sys.executable, "-m", "mpips", *words]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            process.stdout.close()
+            assert (process.wait(60), process.stderr.read()) == (141, b"")
+
+
 def test_what_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     for word, remedy in (
         ("tran", "did you mean 'train'?"),

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpips.config.jobfile import verbatim
-from mpips.errors import Exit, UserError
+from mpips.errors import Exit, UserError, human_bytes
 from mpips.launch import mpirun
 from mpips.mpi import segments
 from mpips.tools.doctor.report import GRACE_S, Finding, Options, Report, Watch, fail, ok, warn
@@ -62,8 +62,6 @@ def read_options(args: argparse.Namespace) -> Options:
 
 def clean() -> int:
     """Remove the files of killed jobs from this host's shared memory; returns the exit code."""
-    from mpips.errors import human_bytes
-
     removed = segments.clean()
     text = f"{len(removed)} files of dead jobs removed, {human_bytes(sum(removed.values()))}"
     kept = f"{len(segments.present())} stay, as they are in use or may be"
@@ -151,7 +149,3 @@ def main(argv: Sequence[str]) -> int:
     with watch.over("start", options.start_s):
         from mpips.tools.doctor import world
     return world.run(options, watch, report)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
