@@ -91,18 +91,24 @@ def perform(act: Callable[[Sequence[str]], object], argv: Sequence[str]) -> int:
     """Run a command with its arguments, and print its error; returns the exit code."""
     try:
         act(argv)
-    except (UserError, PermissionError) as problem:
+    except (UserError, OSError) as problem:
         error = as_user_error(problem)
         complain(error)
         return error.code
     return Exit.DONE
 
 
-def as_user_error(problem: UserError | PermissionError) -> UserError:
-    """Return the error of a command; a file that may not be read, as another user's, is one."""
+def as_user_error(problem: UserError | OSError) -> UserError:
+    """Return the error of a command; a file that cannot be read, as another user's, is one.
+
+    Raises:
+        OSError: If it names no file.
+    """
     if isinstance(problem, UserError):
         return problem
-    return UserError(f"{problem.filename}: {problem.strerror}", "one that you may read")
+    if problem.filename is None:
+        raise problem
+    return UserError(f"{problem.filename}: {problem.strerror}", "one that can be read")
 
 
 def answer(text: Callable[[Sequence[str]], str], argv: Sequence[str]) -> int:

@@ -39,7 +39,7 @@ WORD_WIDTH = 45
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
-    """Return the runs in some folders and directly below them, in natural order of their names.
+    """Return the runs in some folders and directly below them, each once, in natural order.
 
     Raises:
         UserError: If there is none.
@@ -53,7 +53,7 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
     if not runs:
         names = ", ".join(map(str, folders))
         raise UserError(f"no run in {names}", f"folders with {CONFIG}", "give a run or a sweep")
-    return sorted(runs, key=_natural)
+    return sorted({run.absolute(): run for run in runs}.values(), key=_natural)
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
@@ -68,7 +68,7 @@ def results(runs: Sequence[Path]) -> list[dict[str, str]]:
         UserError: If a run's files cannot be read.
     """
     jobs = [read_toml(run / CONFIG) if (run / CONFIG).exists() else {} for run in runs]
-    return rows(runs, jobs, [_summary(run / SUMMARY) for run in runs])
+    return rows(runs, jobs, list(map(read_summary, runs)))
 
 
 def rows(
@@ -117,22 +117,30 @@ def plain(value: Any) -> str:
     return "-" if value in (None, "") else str(value)
 
 
-def _summary(path: Path) -> Mapping[str, Any]:
-    """Read ``summary.json``; empty for a run that has not ended."""
+def read_summary(run: Path) -> Mapping[str, Any]:
+    """Read a run's ``summary.json``; empty for a run that has not ended.
+
+    Raises:
+        UserError: If it is damaged.
+        OSError: If it cannot be read.
+    """
     try:
-        summary: dict[str, Any] = json.loads(path.read_text())
+        summary = json.loads((run / SUMMARY).read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as problem:
-        raise UserError(f"{path}: {problem}", "the summary of a run") from None
+    except ValueError as problem:
+        raise UserError(f"{run / SUMMARY}: {problem}", "the summary of a run") from None
+    if not isinstance(summary, dict):
+        raise UserError(f"{run / SUMMARY}: no table", "the summary of a run")
     return summary
 
 
-def _number(form: str, value: float | str | None) -> str:
+def _number(form: str, value: Any) -> str:
     """Return a result as text; in a summary, NaN and infinities are texts already."""
-    if value is None or isinstance(value, str):
-        return value or "-"
-    return f"{value:.3g}" if form == LOSS and abs(value) >= LONG_LOSS else form.format(value)
+    try:
+        return f"{value:.3g}" if form == LOSS and abs(value) >= LONG_LOSS else form.format(value)
+    except (TypeError, ValueError):
+        return plain(value)
 
 
 def table(rows: Sequence[Mapping[str, str]]) -> str:

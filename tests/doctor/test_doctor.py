@@ -278,6 +278,7 @@ def test_a_folder_that_works(tmp_path: Path) -> None:
     assert [f.figures["write_mb_s"] > 0 for f in found if f.check == "writing"] == [True]
     assert storage.wait_for(folder, 0.0)
     assert not storage.wait_for(folder / "none", 0.2), "as on a host that does not see it"
+    assert "File name too long" in storage.try_folder(300 * "x", 1)[1][0].found
     shutil.rmtree(folder)
     assert list(tmp_path.iterdir()) == []
 

@@ -22,7 +22,7 @@ from made import SUMMARY, end, job, make, row, whole
 from rich.console import Console
 
 from mpips.errors import UserError
-from mpips.tools import results, watch
+from mpips.tools import results, trace, watch
 from mpips.tools.report.record import read, shortest_names
 from mpips.tools.results import find_runs
 from mpips.tools.watch import Watched, screen
@@ -203,11 +203,14 @@ def test_table(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_came_of_a_run_and_what_was_asked_for(tmp_path: Path) -> None:
-    """NaN and infinities stand as text in a summary."""
+    """NaN and infinities stand as text in a summary; what is damaged is shown as it is."""
     for name, epochs, loss in (("1", 40, "nan"), ("2", 90, 3.5e28)):
         came = {**CAME, "epochs": 12.5, "eval_loss": loss, "global_step": 150_000}
         make(tmp_path / name, [], {**came, "accuracy": None}, False, epochs=epochs)
-    diverged, row = results.results(find_runs([tmp_path]))
+    damaged = {"global_step": 1.5, "epochs": "x", "loss": [2], "wall_s": None}
+    make(tmp_path / "3", [], damaged, False)
+    diverged, row, odd = results.results(find_runs([tmp_path, tmp_path / "1"]))
+    assert [odd[k] for k in damaged] == ["1.5", "x", "2", "-"]
     assert (diverged["eval_loss"], diverged["accuracy"]) == ("nan", "-")
     assert (row["epochs"], row["--epochs"]) == ("12.50", "90")
     assert (row["eval_loss"], row["global_step"]) == ("3.5e+28", "150000")
@@ -253,9 +256,13 @@ def test_values_for_a_spreadsheet(sweep: Path, capsys: pytest.CaptureFixture[str
 def test_errors(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match=r"no run in .*empty, expected folders with config.toml"):
         find_runs([sweep / "empty"])
-    (sweep / "2" / "summary.json").write_text("{")
-    assert results.main([str(sweep)]) == 2
-    assert "summary.json: " in capsys.readouterr().err
+    for text in ("{", "[1]"):
+        (sweep / "2" / "summary.json").write_text(text)
+        assert results.main([str(sweep)]) == 2
+        assert "summary.json: " in capsys.readouterr().err
+    for command in (results, watch, trace):
+        assert command.main([300 * "x"]) == 2
+        assert ": File name too long, expected one that can be read" in capsys.readouterr().err
     assert results.main([]) == 2
     assert "required: FOLDER" in capsys.readouterr().err
 

@@ -6,6 +6,7 @@ starts the worlds that they need. Under mpirun or srun, it takes the measures th
 """
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -44,7 +45,7 @@ def read_options(args: argparse.Namespace) -> Options:
     words = args.sizes.split(",") if args.sizes else []
     if not all(word.isdecimal() and int(word) >= 4 for word in words):
         raise UserError(f"--sizes {args.sizes}", "bytes >= 4, with commas between them")
-    if args.json and not args.json.absolute().parent.is_dir():
+    if args.json and not os.path.isdir(args.json.absolute().parent):
         raise UserError(f"--json {args.json}", "a file in a folder that is there")
     return Options(args.repeats, args.quick, tuple(map(int, words)))
 

@@ -62,9 +62,10 @@ def try_folder(out: str, checkpoint_bytes: int) -> tuple[Path | None, list[Findi
         A temporary folder in it, which the caller removes, or None if it could not be created; and
         the findings.
     """
-    parent = run_folder(out)
+    parent = Path(out or RUNS)
     folder: Path | None = None
     try:
+        parent = run_folder(out)
         folder = Path(tempfile.mkdtemp(prefix=".mpips-doctor-", dir=parent))
         return folder, try_storage(folder, checkpoint_bytes)
     except OSError as error:

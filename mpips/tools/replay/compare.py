@@ -37,26 +37,22 @@ def loss(push: str, replay: float, run: float) -> None:
         raise differing(f"first difference: the loss of {push}", repr(replay), repr(run))
 
 
-def line(
-    layout: Layout, k: int, store: Server, push: Push, version: int, run: int, whose: str,
-    in_rounds: bool = False,
-) -> None:  # fmt: skip
+def line(job: Job, k: int, store: Server, push: Push, version: int, run: int, whose: str) -> None:
     """Compare the checksum of a push's cache line with the record; see `mpips.ps.replay_log`.
 
     Args:
-        layout: Layout of the parameters.
+        job: The job.
         k: Number of the server.
         store: The server, after it has applied the push.
         push: The push.
         version: Number of updates, this one included.
         run: The checksum in the record.
         whose: Text that names the push.
-        in_rounds: Whether rounds update the shard, and pushes only tables.
 
     Raises:
         UserError: If the checksum differs.
     """
-    params = store.params[:0] if in_rounds else store.params
+    params = store.params[:0] if job.config.in_rounds else store.params  # pushes have only rows
     words = words_of(params, push, version)
     replay = line_sum(words, version)
     if replay == run:
@@ -67,7 +63,7 @@ def line(
     at, size = line_start(words.size, version), store.params.itemsize // words.itemsize
     begin = store.shard.begin + at // size
     end = store.shard.begin + min(at + WORDS, words.size) // size
-    where = f"{element(layout, begin)} to {element(layout, end - 1)}"
+    where = f"{element(job.layout, begin)} to {element(job.layout, end - 1)}"
     raise differing(f"{update} {where}", f"{replay:02x}", f"{run:02x}")
 
 

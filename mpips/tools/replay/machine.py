@@ -286,8 +286,8 @@ class Replay:
         if all(applied[number] >= seq for applied in self._applied.values()):
             del worker.made[seq]
         what = f"push {seq} of worker {number} ({batch_text(made.batch)})"
-        args = push, self._part.base + at + 1, int(record["line"]), what, self._part.in_rounds
-        compare.line(self.job.layout, k, store, *args)
+        version, run = self._part.base + at + 1, int(record["line"])
+        compare.line(self.job, k, store, push, version, run, what)
         self._reached(k)
         return True
 

@@ -1,6 +1,5 @@
 """Records and checkpoints of a run, job by job."""
 
-import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +17,7 @@ from mpips.config.jobfile import from_toml, read_toml
 from mpips.errors import UserError
 from mpips.ps import replay_log
 from mpips.tools.replay.server_file import ServerRecord, damaged, read
+from mpips.tools.results import read_summary
 
 OF_ALL = ("part", "owners", "config", "workers", "step", "resumed")  # equal in a job's files
 SAVED = "of which there is a checkpoint"
@@ -59,13 +59,8 @@ class Part:
         """Step at the start of the job."""
         return int(self.about["step"])
 
-    @property
-    def in_rounds(self) -> bool:
-        """Whether an update is a round, with one push of each worker."""
-        return self.config.in_rounds
-
     def _updates(self, pushes: int) -> int:
-        return pushes // len(self.about["workers"]) if self.in_rounds else pushes
+        return pushes // len(self.about["workers"]) if self.config.in_rounds else pushes
 
     @property
     def updates(self) -> int:
@@ -253,8 +248,8 @@ def _damage_of_end(run: Path, parts: Sequence[Part], saved: Saved) -> UserError 
     if not (run / DONE).exists():
         return None
     try:
-        end = json.loads((run / SUMMARY).read_text())["global_step"]
-    except (OSError, ValueError, KeyError, TypeError):
+        end = read_summary(run).get("global_step")
+    except (UserError, OSError):
         end = None
     if type(end) is not int:
         if not recorded:

@@ -232,9 +232,7 @@ class ReplayLink:
 
     def __init__(self, pipe: Connection, job: Job, part: Part, memory: Memory) -> None:
         self.pipe, self._part, self._memory = pipe, part, memory
-        size, dtype = job.layout.size, job.dtype
-        pages = mmap.mmap(-1, max(1, 2 * size * dtype.itemsize))
-        self.replica, self.grad = np.frombuffer(pages, dtype, 2 * size).reshape(2, size)
+        self.replica, self.grad = _zeros(Field("", job.dtype.str, (2, job.layout.size)))
 
     def tasks(self, job: Job) -> Tasks[None]:
         """Compute a gradient for each batch that the replay sends.

@@ -18,6 +18,7 @@ from mpips.checkpoint.run_folder import CONFIG, METRICS, SUMMARY, Tail, is_claim
 from mpips.config.jobfile import read_toml
 from mpips.errors import UserError
 from mpips.tools.report.curves import Curve, Point
+from mpips.tools.results import read_summary
 
 MEASURES = {  # name of each curve, by kind of line and field
     ("train", "loss"): "training loss",
@@ -150,15 +151,13 @@ def _read_config(record: Record) -> None:
 
 def _read_summary(record: Record) -> None:
     try:
-        summary = json.loads((record.path / SUMMARY).read_text())
-        if not isinstance(summary, dict):
-            raise ValueError("no table")
-        record.summary = summary
-    except FileNotFoundError:
+        record.summary = read_summary(record.path)
+    except (UserError, OSError) as problem:
+        record.missing.append(f"{SUMMARY}: {problem}; nothing is known of each rank")
+        return
+    if not record.summary:
         why = "the job has not ended" if record.running else "no job has ended by itself"
         record.missing.append(f"no {SUMMARY}: {why}, so that nothing is known of each rank")
-    except (OSError, ValueError) as problem:
-        record.missing.append(f"{SUMMARY}: {problem}; nothing is known of each rank")
 
 
 class Lines:
@@ -296,9 +295,10 @@ class Lines:
 
 def shortest_names(paths: Sequence[Path]) -> list[str]:
     """Return a unique name for each folder, made of as few of its last parts as possible."""
-    split = [path.absolute().parts for path in paths]
+    texts = [str(path.absolute()).encode(errors="backslashreplace").decode() for path in paths]
+    split = [Path(text).parts for text in texts]
     for count in range(1, max(map(len, split)) + 1):
         names = ["/".join(parts[-count:]) for parts in split]
         if len(set(names)) == len(names):
             return names
-    return [str(path) for path in paths]
+    return texts
