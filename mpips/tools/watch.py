@@ -9,6 +9,8 @@ does not start MPI.
 
 import argparse
 import contextlib
+import io
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -182,6 +184,8 @@ def watch(argv: Sequence[str]) -> None:
             and there is no run.
     """
     args = make_parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # which may lack the blocks of curves
+        sys.stdout.reconfigure(errors="replace")
     for folder in args.runs:
         if not folder.is_dir():
             find_runs([folder])  # raises the error

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from launch import python
 from made import SUMMARY, job, make, row, whole
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
@@ -202,6 +203,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "failed (exit code 2)" in page.read_text()
 
 
+def test_names_and_locales_of_other_encodings(tmp_path: Path) -> None:
+    for name in ("b\udcff", "m\xfc"):  # the first one is no text
+        whole(tmp_path / name)
+    legacy = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for locale in ({}, legacy):
+        done = python("-m", "mpips", "report", str(tmp_path), cwd=tmp_path, **locale)
+        assert done.stdout.startswith("report.html: 2 runs")
+        assert "\u2605 is the best" in (tmp_path / "report.html").read_text("utf-8")
+        assert "2 done" not in python("-m", "mpips", "watch", str(tmp_path), **locale).stdout
+
+
 def test_what_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,6 +226,7 @@ def test_what_is_refused(
         (["a", "missing"], "no run in missing"),
         (["a", "-o", "missing/r.html"], "missing/r.html: No such file or directory, expected a"),
         (["a", "-o", "none"], "none: Is a directory, expected a place that can be written"),
+        (["a", "-o", "/dev/full"], "/dev/full: No space left on device, expected a place"),
         ([], "the following arguments are required: RUN"),
     ):
         assert command.main(words) == 2

@@ -62,7 +62,7 @@ def render(runs: Sequence[Record]) -> str:
         figure.name: jinja.utils.markupsafe.Markup(draw_svg(figure.name, figure.draw))
         for figure in figures
     }
-    return environment.from_string(TEMPLATE.read_text()).render(
+    return environment.from_string(TEMPLATE.read_text("utf-8")).render(
         title=alone.name if alone else f"{len(runs)} runs",
         runs=runs, groups=grouped, sections=parts, drawn=drawn, table=table, best=best,
         tiles=[("state", table.rows[0][1]), *tiles(alone)] if alone else [],
@@ -141,11 +141,11 @@ def make(argv: Sequence[str]) -> str:
     extras.load("matplotlib", "Matplotlib", "report", "draws the figures")
     extras.load("jinja2", "Jinja2", "report", "makes the page")
     runs = list(map(read, paths, shortest_names(paths)))
+    page = render(runs)
     try:
-        with args.out.open("w") as page:
-            page.write(render(runs))
+        args.out.write_text(page, "utf-8", "replace")  # names may not be text in any encoding
     except OSError as problem:
-        got = f"{problem.filename}: {problem.strerror}"
+        got = f"{args.out}: {problem.strerror}"
         raise UserError(got, "a place that can be written") from None
     return f"{args.out}: {counted(len(runs), 'run')}, {human_bytes(args.out.stat().st_size)}\n"
 
