@@ -19,7 +19,7 @@ import numpy as np
 
 from mpips.checkpoint import run_folder
 from mpips.config.jobfile import verbatim
-from mpips.errors import UserError, answer, human_bytes
+from mpips.errors import UserError, answer, complain, human_bytes, listed
 from mpips.health import status_board
 from mpips.health.trace_file import Traced, folder_of, jobs_of, read
 from mpips.tools.report.phases import CLOCK, slices, waits, waits_in
@@ -35,26 +35,29 @@ LINES = 10  # most lines about the critical path
 def read_run(run: Path, job: int | None = None) -> list[Traced]:
     """Read the traces of all ranks of a run's job, by default of its last one.
 
+    A warning names the file of a rank that was killed before it wrote the first line.
+
     Raises:
-        UserError: If there are none, or a file cannot be read.
+        UserError: If there are none, or a file is damaged.
     """
     jobs = jobs_of(run)
     if not jobs:
         raise UserError(f"{run} without traces", "a run made with --trace", "run it so")
     if job is not None and job not in jobs:
-        raise UserError(f"--job {job}", f"one of which there are traces: {numbers(jobs)}")
+        raise UserError(f"--job {job}", f"one of which there are traces: {listed(jobs, len(jobs))}")
     traces = []
     for path in sorted(folder_of(run, job or jobs[-1]).glob("rank-*")):
+        with path.open("rb") as file:
+            if not file.readline().endswith(b"\n"):
+                complain(f"warning: {path} is empty, as of a rank that was killed at its start")
+                continue
         try:
             traces.append(read(path))
-        except (ValueError, KeyError, OSError) as problem:
+        except (ValueError, KeyError, TypeError) as problem:
             raise UserError(f"{path} cannot be read ({problem})", "a trace of mpips") from None
+    if not traces:
+        raise UserError(f"{run} with empty traces", "those of ranks that have begun")
     return traces
-
-
-def numbers(jobs: Sequence[int]) -> str:
-    """Return the numbers of jobs as text."""
-    return ", ".join(map(str, jobs))
 
 
 class Timeline:
@@ -91,13 +94,14 @@ class Timeline:
 
     def _events(self) -> Iterator[Event]:
         pushes = [self._pushed(traced) for traced in self._ranks]
+        reads = [self._us(each.times[each.whats == status_board.FETCH]) for each in self._ranks]
         for k in range(len(self._ranks)):
             yield from self._names(k)
             yield from self._phases(k)
             yield from self._marks(k)
             yield from self._push_arrows(k, pushes)
             yield from self._round_arrows(k)
-            yield from self._read_arrows(k)
+            yield from self._read_arrows(k, reads)
 
     def _us(self, times: np.ndarray) -> list[float]:
         return np.round(1e6 * (times - self._start), 3).tolist()
@@ -133,8 +137,9 @@ class Timeline:
     def _marks(self, k: int) -> Iterator[Event]:
         """Yield the commits of checkpoints, and the times at which they were written."""
         traced, writes = self._ranks[k], 0
-        rows = traced.whats.tolist(), traced.values.tolist()
-        for time, what, value in zip(self._us(traced.times), *rows, strict=True):
+        order = np.flatnonzero(np.isin(traced.whats, (SAVED, WRITING)))
+        rows = traced.whats[order].tolist(), traced.values[order].tolist()
+        for time, what, value in zip(self._us(traced.times[order]), *rows, strict=True):
             lane = {**self._lanes[k], "ts": time}
             if what == WRITING:
                 writes += value
@@ -177,7 +182,7 @@ class Timeline:
             begin, entry, end = self._us(np.array([previous, when, self._slices[k].ends[i]]))
             yield from self._arrow("round", who, max(begin, round(entry - JUST_US, 3)), k, end)
 
-    def _read_arrows(self, k: int) -> Iterator[Event]:
+    def _read_arrows(self, k: int, reads: Sequence[Sequence[float]]) -> Iterator[Event]:
         """Yield an arrow from each read of a server's shard to the slice that answers it.
 
         A server answers the reads of a worker in their order.
@@ -186,9 +191,8 @@ class Timeline:
         answers = own.whats == status_board.ANSWERING
         begins, readers = own.begins[answers], own.values[answers] >> 32
         for reader, traced in enumerate(self._ranks if len(begins) else ()):
-            reads = self._us(traced.times[traced.whats == status_board.FETCH])
             answered = self._us(begins[readers == traced.about["rank"]])
-            for read_at, begin in zip(reads, answered, strict=False):
+            for read_at, begin in zip(reads[reader], answered, strict=False):
                 if read_at <= begin:  # false after a shard takeover, when workers read again
                     yield from self._arrow("read", reader, read_at, k, begin)
 
@@ -300,7 +304,8 @@ def make(argv: Sequence[str]) -> str:
     text = f"{count:,} events in {out} ({size}): open it in https://ui.perfetto.dev"
     jobs = jobs_of(args.run)
     if len(jobs) > 1:
-        text = f"job {args.job or jobs[-1]} of this run's jobs {numbers(jobs)}: see --job\n{text}"
+        of = f"job {args.job or jobs[-1]} of this run's jobs {listed(jobs, len(jobs))}"
+        text = f"{of}: see --job\n{text}"
     return f"{table(ranks, timeline)}\n{text}\n"
 
 

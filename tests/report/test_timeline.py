@@ -259,10 +259,14 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         trace.make([str(tmp_path)])
     with pytest.raises(UserError, match="--job 2, expected one of which there are traces: 3"):
         trace.make([str(tmp_path), "--job", "2"])
-    (folder / "rank-00000").write_text(json.dumps({**ABOUT, "epoch": 0.0}) + "\n")
+    (folder / "rank-00000").write_text('{"rank": 0')
+    with pytest.raises(UserError, match="empty traces, expected those of ranks that have begun"):
+        trace.make([str(tmp_path)])
+    (folder / "rank-00001").write_text(json.dumps({**ABOUT, "epoch": 0.0}) + "\n")
     with pytest.raises(UserError, match=r"none/x\.json: No such file"):
         trace.make([str(tmp_path), "-o", str(tmp_path / "none" / "x.json")])
     assert "0.000 s" in trace.make([str(tmp_path)])
+    assert "rank-00000 is empty, as of a rank that was killed" in capsys.readouterr().err
     shutil.copytree(folder, folder_of(tmp_path, 2))
     told = trace.make([str(tmp_path), "--job", "2"])
     assert "job 2 of this run's jobs 2, 3: see --job" in told

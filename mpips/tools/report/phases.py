@@ -1,6 +1,5 @@
 """Phases of each rank, and the rank that ended each wait."""
 
-import functools
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -12,11 +11,6 @@ from mpips.health import status_board
 from mpips.health.trace_file import Traced
 
 CLOCK = status_board.WORDS + status_board.CLOCK
-# A wait, or a server's idle time, ends when another rank leaves this phase. For rounds: `_Rounds`.
-ENDED_BY = {
-    status_board.SERVING: status_board.PUSHING, status_board.CLOCKS: status_board.PUSHING,
-    status_board.BUFFER: status_board.APPLYING, status_board.SHARD: status_board.APPLYING,
-}  # fmt: skip
 
 
 class Slices(NamedTuple):
@@ -74,58 +68,50 @@ def waits(ranks: Sequence[Traced], slices: Sequence[Slices]) -> list[Waits]:
         ranks: Traces of all ranks.
         slices: Slices of all ranks.
     """
-    rounds = _Rounds(ranks, slices)
-    nodes = [int(traced.about["node"]) for traced in ranks]
-    applied = status_board.APPLYING
-    serving = {node for node, own in zip(nodes, slices, strict=True) if applied in own.whats}
-    ends = functools.cache(functools.partial(_ends, slices, nodes))
+    rounds, nodes = _Rounds(ranks, slices), np.array([traced.about["node"] for traced in ranks])
+    # The slices of all ranks: their ends, phases, and the workers whose pushes were applied.
+    columns = zip(*((own.ends, own.whats, own.values >> 32) for own in slices), strict=True)
+    times, whats, workers = map(np.concatenate, columns)
+    whos = np.repeat(np.arange(len(ranks)), [len(own.ends) for own in slices])
+    order = np.argsort(times, kind="stable")
+    pushed = order[whats[order] == status_board.PUSHING]
+    applied = order[whats[order] == status_board.APPLYING]
+    node_of = nodes[whos[applied]]
+    by_worker = applied[np.argsort(workers[applied], kind="stable")]
+    numbers = workers[by_worker]
     ended = []
     for k, (traced, own) in enumerate(zip(ranks, slices, strict=True)):
-        n = len(own.whats)
+        n, worker = len(own.whats), _worker(traced)
         found = Waits(np.full(n, -1), np.zeros(n), np.zeros(n, "i8"))
-        for wait, phase in ENDED_BY.items():
-            which = np.flatnonzero(own.whats == wait)
-            if wait == status_board.SHARD and _worker(traced) < 0:
-                continue  # a server that waits for readers
-            worker = _worker(traced) if wait == status_board.BUFFER else -1  # only its own pushes
-            remote = wait == status_board.SHARD and serving - {nodes[k]}
-            excluded = nodes[k] if remote else -1  # reads of remote shards take longest
-            times, whos = ends(phase, worker, excluded)
-            at = np.searchsorted(times, own.ends[which], "right") - 1
-            which, at = which[at >= 0], at[at >= 0]
-            seen = (times[at] > own.begins[which]) & (whos[at] != k)
-            found.whos[which[seen]], found.whens[which[seen]] = whos[at[seen]], times[at[seen]]
+        # A wait, or a server's idle time, ends when another rank ends one of these slices.
+        ending = {status_board.SERVING: pushed, status_board.CLOCKS: pushed}
+        if worker >= 0:  # a server that waits for a shard waits for readers
+            first, end = np.searchsorted(numbers, (worker, worker + 1))
+            ending[status_board.BUFFER] = by_worker[first:end]
+            remote = applied[node_of != nodes[k]]  # whose reads take longest
+            ending[status_board.SHARD] = remote if len(remote) else applied
+        for wait in set(ending) & set(own.whats.tolist()):
+            candidates = ending[wait]
+            _end_waits(found, own, wait, times[candidates], whos[candidates], k)
         rounds.add(k, own, found)
         ended.append(found)
     return ended
 
 
+def _end_waits(
+    found: Waits, own: Slices, wait: int, times: np.ndarray, whos: np.ndarray, rank: int
+) -> None:
+    """Write into `found` the last of `times` within each wait, if it is of another rank."""
+    which = np.flatnonzero(own.whats == wait)
+    at = np.searchsorted(times, own.ends[which], "right") - 1
+    which, at = which[at >= 0], at[at >= 0]
+    seen = (times[at] > own.begins[which]) & (whos[at] != rank)
+    found.whos[which[seen]], found.whens[which[seen]] = whos[at[seen]], times[at[seen]]
+
+
 def _worker(traced: Traced) -> int:
     workers, rank = traced.about["workers"], traced.about["rank"]
     return workers.index(rank) if rank in workers else -1
-
-
-def _ends(
-    slices: Sequence[Slices], nodes: Sequence[int], phase: int, worker: int, excluded: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the times at which ranks left a phase, ascending, and the index of each rank.
-
-    Args:
-        slices: Slices of all ranks.
-        nodes: Node of each rank.
-        phase: The phase.
-        worker: Only slices that apply a push of this worker; -1 for all.
-        excluded: Node whose ranks are not counted; -1 for none.
-    """
-    ends = []
-    for own, node in zip(slices, nodes, strict=True):
-        which = (own.whats == phase) & (node != excluded)
-        if worker >= 0:
-            which &= own.values >> 32 == worker
-        ends.append(own.ends[which])
-    times = np.concatenate(ends)
-    order = np.argsort(times, kind="stable")
-    return times[order], np.repeat(np.arange(len(ends)), list(map(len, ends)))[order]
 
 
 class _Rounds:
