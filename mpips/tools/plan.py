@@ -46,6 +46,7 @@ from mpips.problems import load_problem
 from mpips.tools.report.record import Record, read
 
 RATED = "training loss"  # the curve whose points have the number of samples
+PLACING = {"mode", "servers", "server_ranks", "server_hosts"}  # options that choose servers
 
 
 class _Known(NamedTuple):
@@ -103,10 +104,14 @@ def write(argv: Sequence[str]) -> str:
     if "deadline" in given and not args.search:
         raise UserError("--deadline without --search", "--search with it")
     if args.compare:
+        if args.run or args.search or args.json:
+            raise UserError("--compare with --from, --search or --json", "--compare without them")
         return _compared(args.compare, given, words)
     known = _known(args.run, given, words)
     if args.search:
         return _searched(known, args.json)
+    if known.own_world and known.asked.nodes:
+        raise UserError("--nodes without --workers", "both", "the ranks of a run have their nodes")
     config, hosts, node_of = known.config, *_world(known)
     prediction = predict(config, hosts, node_of, known.facts)
     run = known.run if known.own_world else None
@@ -119,20 +124,21 @@ def write(argv: Sequence[str]) -> str:
 def _known(path: Path | None, given: Mapping[str, Any], words: Sequence[str]) -> _Known:
     asked, line = Asked(**given), parse_command_line(words)
     record = _record(path) if path else None
-    job = read_toml(line.job) if line.job else None
+    job = read_toml(line.job) if line.job else {}
+    chosen = {*line.options, *job}
     if record is not None:
         saved = {k: v for k, v in record.config.items() if k not in SESSION_FIELDS}
-        job = {**{k: v for k, v in saved.items() if v is not None and k in OPTIONS}, **(job or {})}
+        job = {**{k: v for k, v in saved.items() if v is not None and k in OPTIONS}, **job}
     config = resolve(line.options, job)
     pace, start_s = (None, 0.0) if record is None else _pace(record, config)
     run = None if record is None else model.run_of(record.summary, config, pace)
     own = run is not None and not asked.workers
     if not asked.workers and run is None:
         raise UserError("a plan without a world", "--workers N", "or --from RUN")
-    if own and run is not None and run.server_ranks and "servers" not in line.options:
+    if own and run is not None and run.server_ranks and not chosen & PLACING:
         config = dataclasses.replace(config, server_ranks=run.server_ranks, servers=None)
     facts = _facts(config, asked, run, record, start_s)
-    names = {*given, *line.options, *(job or {})}
+    names = {*given, *line.options, *job}
     assumed = {k: v for k, v in _figures(config, asked, facts, run) if k not in names}
     start_up_s = None if record is None else _start_up_s(record, start_s)
     if start_up_s is None:
@@ -172,8 +178,8 @@ def _compared(paths: Sequence[Path], given: Mapping[str, Any], words: Sequence[s
     rows = []
     for path in paths:
         known = _known(path, given, words)
-        if known.run is None or not known.own_world:
-            raise UserError("--compare with --workers", "the world of each run")
+        if known.run is None or not known.own_world or known.asked.nodes:
+            raise UserError("--compare with --workers or --nodes", "the world of each run")
         rows.append((path.name, predict(known.config, *_world(known), known.facts), known.run))
     return comparison(rows, Asked(**given).link)
 
@@ -181,6 +187,7 @@ def _compared(paths: Sequence[Path], given: Mapping[str, Any], words: Sequence[s
 def _record(path: Path) -> Record:
     if not (path / CONFIG).is_file():
         raise UserError(f"--from {path}", "the folder of a run")
+    read_toml(path / CONFIG)  # raises an error where a record has no options
     record = read(path, path.name)
     if not record.summary:
         raise UserError(f"--from {path}", "a run that has ended", "it has no summary.json")
@@ -272,9 +279,12 @@ def _codecs(config: Config, parameters: int, given: bool) -> dict[str, float]:
 
 
 def _world(known: _Known) -> World:
-    if known.own_world and known.run is not None:
-        return list(known.run.hosts), list(known.run.node_of)
     c, asked = known.config, known.asked
+    if known.own_world and known.run is not None:
+        hosts, node_of = list(known.run.hosts), list(known.run.node_of)
+        return hosts, [
+            rank // c.node_size for rank in range(len(hosts))
+        ] if c.node_size else node_of
     ranks = asked.workers + _servers(c, asked.workers) + c.spares
     return spread(ranks, asked.nodes, c.node_size)
 

@@ -294,7 +294,7 @@ def run(tmp_path: Path) -> Path:
     folder = tmp_path / "tried"
     folder.mkdir()
     (folder / "summary.json").write_text(json.dumps(SUMMARY))
-    (folder / "config.toml").write_text(to_toml(resolve({"servers": 1, "epochs": 2})))
+    (folder / "config.toml").write_text(to_toml(resolve({"epochs": 2})))
     lines: list[dict[str, Any]] = [{"kind": "start", "time_s": 1.0, "step": 0, "world": 3}]
     lines += [
         {"kind": "train", "time_s": 1.0 + t, "step": 20 * t, "epoch": t / 5, "samples": 640 * t,
@@ -332,6 +332,7 @@ def test_units() -> None:
         (f"{WORLD} --deadline 3h", "--deadline without --search, expected --search with it"),
         (WORLD.replace("--epochs", "--search --steps"), "--search with steps 2, expected --epochs"),
         (f"{WORLD} --from nowhere", "--from nowhere, expected the folder of a run"),
+        ("--compare a --json", "--compare with --from, --search or --json, expected --compare"),
         (f"{WORLD} --mode sync --codec powersgd", "--codec powersgd with --parameters, expected"),
         (f"{WORLD} --mtbf 10s", "expected checkpoints that are reached"),
         (f"{WORLD} --mtbf 0", "a failure every 0 s with"),
@@ -557,6 +558,20 @@ def test_a_run_beside_its_prediction(run: Path, capsys: pytest.CaptureFixture[st
     elsewhere = text_of(f"--from {run} --workers 6 --servers 2")
     assert "2 servers and 6 workers on 8 nodes" in elsewhere
     assert "the run itself" not in elsewhere
+    for words, roles in (
+        ("--mode sync", "sync: 3 workers"),
+        ("--server-ranks 0,2", "2 servers and 1 worker"),
+        ("--node-size 1", "1 server and 2 workers on 3 nodes"),
+    ):
+        assert roles in text_of(f"--from {run} {words}")
+    assert plan.main(["--from", str(run), "--nodes", "2"]) == 2
+    assert "--nodes without --workers, expected both" in capsys.readouterr().err
+    with (run / "config.toml").open("a") as file:
+        file.write("of_another_version = 1\n")
+    assert plan.main(["--from", str(run)]) == 2
+    assert "unknown key 'of_another_version'" in capsys.readouterr().err
+    with (run / "config.toml").open("r+") as file:
+        file.truncate((run / "config.toml").stat().st_size - len("of_another_version = 1\n"))
     (run / "summary.json").unlink()
     assert plan.main(["--from", str(run)]) == 2
     assert "expected a run that has ended; it has no summary.json" in capsys.readouterr().err
