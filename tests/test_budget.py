@@ -11,16 +11,16 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39558
-TESTS = 37534  # all lines of tests and of their helpers, likewise
+TOTAL = 39577
+TESTS = 37584  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
-    "__main__.py": 61,
+    "__main__.py": 69,
     "checkpoint": 1512,
     "codecs": 617,
     "config": 1251,
     "datasets": 2646,
-    "errors.py": 62,
+    "errors.py": 64,
     "extras.py": 16,
     "failover": 868,
     "health": 698,
@@ -40,7 +40,7 @@ BUDGET = {
     "snapshot": 714,
     "strategies": 429,
     "tables": 1482,
-    "tools": 5658,
+    "tools": 5667,
     "torch": 1663,
     "train.py": 84,
     "transport": 1652,

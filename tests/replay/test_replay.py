@@ -422,4 +422,6 @@ def test_a_run_without_a_record(tmp_path: Path) -> None:
             list(replay(out))
     with pytest.raises(UserError, match=r"state\.h5, expected a name that ends in \.npz"):
         list(replay(empty, out=Path("state.h5")))
+    with pytest.raises(UserError, match="none is no folder, expected one for the file"):
+        list(replay(empty, out=Path("none/state.npz")))
     assert "expected a run made with --record" in replayed(tmp_path, codes=(2,))

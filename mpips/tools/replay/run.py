@@ -175,6 +175,8 @@ def replay(
     """
     if out is not None and out.suffix != NPZ:
         raise UserError(f"{out}", f"a name that ends in {NPZ}")
+    if out is not None and not out.parent.is_dir():
+        raise UserError(f"{out.parent} is no folder", "one for the file", "create it first")
     parts = read_parts(run)
     if make is Setting and any(part.config.dataset == DATASET for part in parts):
         remedy = f"give its file and words behind the run: python -m mpips replay {run} PROGRAM ..."
@@ -192,7 +194,7 @@ def replay(
         yield from warnings(part)
         with contextlib.closing(make(part)) as setting:
             own = saved.of(part, part.number in stopped)
-            replayed = (RoundReplay if part.in_rounds else Replay)(setting, own)
+            replayed = (RoundReplay if part.config.in_rounds else Replay)(setting, own)
             state = replayed.run(until)
             ends[part.number] = min(store.version for store in replayed.servers.values())
             if until is not None:
@@ -269,7 +271,7 @@ def summary(part: Part, replayed: Replay, saved: Mapping[int, Checkpoint]) -> st
 
 def update_texts(part: Part, until: int, servers: Sequence[int]) -> Iterator[str]:
     """Yield a message about the push that made update `until` of each server."""
-    if part.in_rounds:
+    if part.config.in_rounds:
         yield round_text(part, until)
         return
     for k in servers:
