@@ -1,6 +1,7 @@
 """Server of stores: it applies pushes, and saves and loads checkpoints."""
 
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -49,12 +50,13 @@ class Serving:
     def __init__(self, job: Job, half: ServerHalf) -> None:
         self._job, self._cluster, self._half, self.server = job, job.cluster, half, half.server
         self._final: dict[int, int] = {}
-        self._asked: dict[int, tuple[int, str]] = {}
+        self._asked: dict[int, tuple[int, str, str]] = {}  # pushes, call and path, by worker
         self._what = ""
         self._answer: Steps[None] | None = None  # the answer in progress, and its next request
         self._awaited: Request | None = None
         self._in_turn = self._at_end = False
         self._local = local_pushes(job.cluster, half.design, half.server, half.receiver)
+        self._nothing_assigned = job.allocator().state()
         job.fill(self.server.params, self.server.slots, job.shard)
         self.server.start_from(0)
         self._base = 0  # updates of the loaded checkpoint, less the pushes applied here before it
@@ -94,7 +96,7 @@ class Serving:
         for source, kind, payload in messages:
             self._handle(source, kind, payload)
         waits = self._answer is None and bool(self._asked)
-        if waits and self._all_applied({r: seq for r, (seq, _) in self._asked.items()}):
+        if waits and self._all_applied({r: seq for r, (seq, *_) in self._asked.items()}):
             self._answer = self._answering()
         return self._go_on() or busy or bool(messages)
 
@@ -130,7 +132,8 @@ class Serving:
             self._final[source] = payload
         else:
             assert kind in ("save", "load"), f"unknown message {kind!r} to a server"
-            self._what, self._asked[source] = kind, payload
+            seq, path = payload
+            self._asked[source] = seq, kind, path
 
     def _all_applied(self, pushed: Mapping[int, int]) -> bool:
         """Return whether the server has applied so many pushes of every worker.
@@ -143,14 +146,18 @@ class Serving:
 
     def _answering(self) -> Steps[None]:
         asked, self._asked = self._asked, {}
-        seqs = [seq for seq, _ in asked.values()]
-        path = asked[self._cluster.roles.workers[0]][1]
+        pushed = sum(seq for seq, *_ in asked.values())
+        calls = sorted({(what, path) for _, what, path in asked.values()})
+        self._what, path = calls[0]
         answer: tuple[str, Any]
         try:
+            if calls[1:]:
+                others = " and ".join(f"{what} {path!r}" for what, path in calls)
+                raise _Failed(str(UserError(f"{others} at once", "the same call on every worker")))
             act = self._save if self._what == "save" else self._load
-            answer = "done", (yield from act(Path(path), sum(seqs)))
+            answer = "done", (yield from act(Path(path), pushed))
         except _Failed as failed:
-            answer = "failed", failed.args
+            answer = "failed", str(failed)
         if self._cluster.is_coordinator:
             for rank in self._cluster.roles.workers:
                 self._cluster.send(rank, *answer)
@@ -177,7 +184,7 @@ class Serving:
 
         def commit() -> None:
             c, layout = self._job.config, self._job.layout
-            state = self._job.state(step, self._job.allocator().state(), 0)
+            state = self._job.state(step, self._nothing_assigned, 0)
             about = layout, np.dtype(c.dtype), self._job.slots, tuple(records), to_toml(c), state
             checkpoint.commit(folder, checkpoint.Contents(step, *about), c.keep)
             self._own[folder.parent.resolve()] = step
@@ -205,23 +212,37 @@ class Serving:
         folder = (yield from self._agree(find if self._cluster.is_coordinator else None))[0]
         server, shard = self.server, self._job.shard
         live = (server.params, *server.slots)
-        arrays = tuple(map(np.zeros_like, live))
+        arrays, loaded = tuple(map(np.zeros_like, live)), list[Job]()
 
         def read() -> int:
             saved = checkpoint.open_checkpoint(folder)
             saved.read_params(shard.begin, shard.end, out=arrays[0])
             self._job.rule.init(arrays[0], arrays[1:])
             read_slots(saved, self._job.slots, arrays[1:], shard)
+            loaded.append(replace(self._job, checkpoint=saved))
             return saved.step
 
         step = (yield from self._agree(read))[0]
         for old, new in zip(live, arrays, strict=True):
             np.copyto(old, new)
+        self._continue(loaded[0])
         self._base = step - pushed
         self._own = {folder.resolve().parent: step}
         server.start_from(step)
         yield from self._agree(lambda: None)  # no worker may be answered before all shards are set
         return step
+
+    def _continue(self, job: Job) -> None:
+        """Count updates from those in the loaded slots, which may be another number than the step.
+
+        Args:
+            job: The job as a run that continues from the loaded checkpoint.
+        """
+        self._job, dense = job, self.server.dense
+        dense.rule, dense.leaving = job.rule, job.leaving
+        dense.cut()
+        design = replace(self._half.design, rule=job.rule)
+        self._local = local_pushes(job.cluster, design, self.server, self._half.receiver)
 
     def _agree(self, make: Callable[[], T] | None) -> Steps[list[T]]:
         """Call `make` on each server, and return the results in the order of servers.
@@ -236,13 +257,15 @@ class Serving:
         result: Any = None
         try:
             result = make() if make is not None else None
-        except (UserError, OSError) as problem:
+        except UserError as problem:
             error = str(problem)
+        except OSError as problem:
+            kind = "written" if self._what == "save" else "read"
+            error = str(UserError(str(problem), f"a folder that can be {kind}"))
         parts = yield from gathering(self._half.servers, (result, error))
         errors = [text for _, text in parts if text is not None]
         if errors:
-            kind = "written" if self._what == "save" else "read"
-            raise _Failed(f"a folder that can be {kind}", errors[0])
+            raise _Failed(errors[0])
         return [value for value, _ in parts]
 
 

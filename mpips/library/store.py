@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpips.config import Config
+from mpips.config.command_line import in_python
 from mpips.config.jobfile import resolve
 from mpips.config.option import meant
 from mpips.errors import Exit, UserError
@@ -223,7 +224,8 @@ class Store:
         self._cluster.wait(answered, status_board.SAVE)
         kind, payload = heard[0]
         if kind == "failed":
-            raise UserError(f"{what} {str(path)!r}", payload[0], payload[1])
+            got, _, expected = in_python(payload).partition(", expected ")
+            raise UserError(f"{what} {str(path)!r}: {got}", expected)
         return int(payload)
 
     def _mine(self, what: str) -> WorkerHalf:

@@ -58,9 +58,11 @@ def one(folder: Path, **options: object) -> None:
         push_counts(store, PUSHES)
         step = counted(store, peers, folder, PUSHES)
         assert step == PUSHES * store.workers == store.versions.max()
-        push_counts(store, 3, 0.5)
-        told(lambda: store.load(folder / "elsewhere"), "whole checkpoint")
-        told(lambda: store.save("/proc/nowhere"), "/proc/nowhere")
+        push_counts(store, 3, np.nan)
+        told(lambda: store.load(folder / "elsewhere"), "load '.*': no whole .*: none was")
+        told(lambda: store.save("/proc/nowhere"), "/proc/nowhere': .*, expected a folder that can")
+        told(lambda: store.save(folder / "nan"), "nan': parameters with NaN or infinity, exp")
+        told(lambda: store.save(f"{folder}/{store.worker}"), "at once, expected the same call")
         assert store.load(folder) == step
         push_counts(store, 2)
         counted(store, peers, folder, PUSHES + 2)
@@ -150,6 +152,28 @@ def with_slots(folder: Path) -> None:
                 state, updates = saved, PUSHES
 
 
+def counting(folder: Path) -> None:
+    """A rule counts its updates from those in its state, also if the state begins anew."""
+    random, serial = np.random.default_rng(1), RULES["adam"]()
+    state = [np.zeros(N), *(np.zeros(N) for _ in serial.slots)]
+    before, updates, how = "", 0, {"servers": 1, "dtype": "float64"}
+    for name, rule in {"sgd": COUNT, "anew": mpips.Adam(0.1), "again": mpips.Adam(0.1)}.items():
+        with mpips.Store(None, {"w": state[0]}, rule, **how) as store:
+            if store.worker is not None:
+                step = store.load(folder / before) if before else 0
+                for _ in range(PUSHES):
+                    grad = random.standard_normal(N) * (rule is not COUNT)
+                    if rule is not COUNT:
+                        updates += 1
+                        serial.apply(state[0], grad, tuple(state[1:]), updates, 0.1)
+                    if store.worker == 0:
+                        store.grads["w"][:] = grad
+                        store.push()
+                assert store.save(folder / name) == step + PUSHES
+                assert store.pull()["w"].tobytes() == state[0].tobytes(), name
+                before = name
+
+
 def main(folder: Path) -> None:
     one(folder / "near")
     one(folder / "servers", servers=2)
@@ -159,6 +183,7 @@ def main(folder: Path) -> None:
     two_at_once()
     of_each_other(folder)
     with_slots(folder / "slots")
+    counting(folder / "counts")
     assert WORLD.allreduce(1) == WORLD.size
     assert not verify(need_whole(folder / "servers")[0].path)
     print(f"{WORLD.rank} is done", flush=True)
