@@ -8,6 +8,7 @@ Messages:
         saved nothing. It holds from here on.
 """
 
+import contextlib
 import dataclasses
 import re
 import time
@@ -192,7 +193,8 @@ def forget(out: Path) -> None:
     # Otherwise LOCK marks the other files as the run's.
     if all(path.name == LOCK for path in out.iterdir()):
         (out / LOCK).unlink(missing_ok=True)
-        out.rmdir()
+        with contextlib.suppress(OSError):  # a link to a folder, or the current one
+            out.rmdir()
 
 
 def _run_folder(wanted: Mapping[str, Any]) -> Path:
@@ -241,15 +243,13 @@ def _make(out: Path, named: bool, held: bool) -> Path:
         held: Whether it is locked already: the run in it starts anew.
     """
     with writing_to(out):
-        if held:
-            _clear_folders(out)
-        else:
+        if not held:
             out = out if named else _fresh(out)
             if out.exists() and not _is_free(out):
                 raise _taken(out)
             out.mkdir(parents=True, exist_ok=True)
             claim(out)
-            _clear(out)
+        _clear(out)
     _try(out)
     return out
 
@@ -324,14 +324,19 @@ def _is_free(out: Path) -> bool:
 
 
 def _has_begun(out: Path) -> bool:
-    """Return whether a run has trained and has a checkpoint; not if it ended in its first batch."""
-    return bool(committed(out)) and _has_trained(out)
+    """Return whether a run has trained and saved a checkpoint, also if that was removed since."""
+    return _has_trained(out) and (bool(committed(out)) or _logged(out, "checkpoint"))
 
 
 def _has_trained(out: Path) -> bool:
+    """Return whether a run has gone beyond its first batch."""
+    return any(folder_step(folder) for folder in list_checkpoints(out)) or _logged(out, *LATER)
+
+
+def _logged(out: Path, *kinds: str) -> bool:
+    """Return whether the log of a run has a line of one of these kinds."""
     lines = (out / METRICS).read_text(errors="replace") if (out / METRICS).is_file() else ""
-    later = any(f'"kind": "{kind}"' in lines for kind in LATER)
-    return later or any(folder_step(folder) for folder in list_checkpoints(out))
+    return any(f'"kind": "{kind}"' in lines for kind in kinds)
 
 
 def _fresh(out: Path) -> Path:

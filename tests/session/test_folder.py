@@ -228,10 +228,23 @@ def test_what_has_trained_stays(
     before = sorted(out.rglob("*"))
     with pytest.raises(UserError, match="holds a run, expected a new or empty folder"):
         find(out)
-    if kept:
-        with pytest.raises(UserError, match="seed 4 on resume, expected 3 as in the saved run"):
-            find(out, "--resume", "auto", "--seed", "4")
+    with pytest.raises(UserError, match="seed 4 on resume, expected 3 as in the saved run"):
+        find(out, "--resume", "auto", "--seed", "4")
+    if not kept:
+        with pytest.raises(UserError, match=r"no whole checkpoint .*; bring back what is missing"):
+            find(out, "--resume", "auto")
     assert sorted(out.rglob("*")) == before
+
+
+def test_a_refused_job_leaves_a_link_as_it_was(tmp_path: Path) -> None:
+    """A folder of a cluster's scratch disk, say, which the user has linked."""
+    out = tmp_path / "run"
+    (tmp_path / "scratch").mkdir()
+    out.symlink_to(tmp_path / "scratch")
+    find(out)
+    folder.forget(out)
+    assert out.is_symlink()
+    assert not list(out.iterdir())
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
