@@ -25,9 +25,10 @@ def rule_of(config: Config) -> Rule:
         UserError: As `make_rule`.
     """
     c = config
+    given = {} if c.weight_decay is None else {"weight_decay": c.weight_decay}
     rule = make_rule(
-        c.optimizer, momentum=c.momentum, beta1=c.beta1, beta2=c.beta2, eps=c.eps,
-        weight_decay=c.weight_decay, decay=c.decay,
+        c.optimizer, momentum=c.momentum, beta1=c.beta1, beta2=c.beta2, eps=c.eps, decay=c.decay,
+        **given,
     )  # fmt: skip
     if not c.ema:
         return rule
@@ -62,7 +63,7 @@ def make_rule(name: str, **options: float) -> Rule:
     if names_class(name):
         from mpips.optim import own_rules
 
-        return own_rules.make_own_rule(name, options.get("weight_decay", 0.0))
+        return own_rules.make_own_rule(name, options.get("weight_decay"))
     if name not in RULES:
         raise unknown("optimizer", name, RULES)
     names = {found.name for found in fields(RULES[name]) if found.name not in FIELDS}

@@ -141,8 +141,12 @@ class OwnRule(Rule):
             raise UserError(got, "only numbers and functions of math") from error
 
 
-def make_own_rule(text: str, weight_decay: float = 0.0) -> Rule:
+def make_own_rule(text: str, weight_decay: float | None = None) -> Rule:
     """Make the rule of ``file.py:Class`` or ``file.py:Class: beta=0.9, ..``.
+
+    Args:
+        text: The rule; a weight decay in it has precedence.
+        weight_decay: Weight decay; None for the default of the class.
 
     Raises:
         UserError: If there is no such class, it is not an update rule, or it lacks one of the
@@ -152,8 +156,9 @@ def make_own_rule(text: str, weight_decay: float = 0.0) -> Rule:
     kind: Any = own_class(found.name)
     numbers, made = _numbers(kind, found), _rule_class(kind)
     numbers.pop(RATE, None)  # the job has the learning rate: see `default_rate`
-    default = float(getattr(kind, "weight_decay", 0.0))
-    decay = numbers.pop("weight_decay", weight_decay or default)
+    if weight_decay is None:
+        weight_decay = float(getattr(kind, "weight_decay", 0.0))
+    decay = numbers.pop("weight_decay", weight_decay)
     if decay and not made.decays:
         got = f"weight_decay {decay} with {kind.__name__}, which has none"
         raise UserError(got, "a rule with weight_decay", "leave it out, or add it to step")
@@ -261,14 +266,14 @@ def make_own_row_rule(given: RowOptimizer) -> RowRule:
     found = parse_rule(given.name, "optimizer")
     kind: Any = own_class(found.name)
     numbers = {**found.numbers, **given.numbers}
-    lr = numbers.pop(RATE, None)
+    lr, decay = numbers.pop(RATE, None), numbers.pop("weight_decay", None)
     for method in ("update", "rates"):
         if hasattr(kind, method):
             got = f"{kind.__name__} with {method}(..) as optimizer of a table"
             remedy = "make a row's count a state, or give rows another rule: --row-optimizer adam"
             raise UserError(got, "a rule with only step", remedy)
     settings = ", ".join(f"{name}={x!r}" for name, x in numbers.items())
-    dense = make_own_rule(f"{found.name}: {settings}" if settings else found.name)
+    dense = make_own_rule(f"{found.name}: {settings}" if settings else found.name, decay)
     members = {
         "name": dense.name, "kernel": dense.kernel, "states": dense.slots,
         "default_lr": _rate(kind, kind.lr if lr is None else lr),

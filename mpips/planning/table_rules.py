@@ -63,7 +63,7 @@ def _rule_of(table: Table, config: Config) -> RowRule:
     if c.row_optimizer:
         return make_row_rule(parse_rule(c.row_optimizer, "row_optimizer"))
     if names_class(c.optimizer):
-        decay = {"weight_decay": c.weight_decay} if c.weight_decay else {}
+        decay = {} if c.weight_decay is None else {"weight_decay": c.weight_decay}
         return make_row_rule(RowOptimizer(c.optimizer, {"lr": c.learning_rate, **decay}))
     if c.optimizer not in ROW_RULES:
         got = f"tables in a run of optimizer {c.optimizer!r}, which is no rule of rows"
@@ -71,7 +71,7 @@ def _rule_of(table: Table, config: Config) -> RowRule:
         remedy = f"give rows a rule of their own: {given}"
         raise UserError(got, f"one of {', '.join(ROW_RULES)}", remedy)
     names = {each.name for each in fields(ROW_RULES[c.optimizer])} - {"lr"}
-    numbers = {name: getattr(c, name) for name in names if hasattr(c, name)}
+    numbers = {name: x for name in names if (x := getattr(c, name, None)) is not None}
     return make_row_rule(RowOptimizer(c.optimizer, {"lr": c.learning_rate, **numbers}))
 
 

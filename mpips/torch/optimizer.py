@@ -276,7 +276,7 @@ def param_groups(parameters: Mapping[str, Any], config: Config) -> list[dict[str
     """
     groups, in_torch = parse_groups(config.groups), list[dict[str, Any]]()
     for group, names in zip((None, *groups), members(list(parameters), groups), strict=True):
-        lr, decay = config.learning_rate, config.weight_decay
+        lr, decay = config.learning_rate, config.weight_decay or 0.0
         if group is not None:
             lr = lr if group.lr is None else group.lr
             decay = decay if group.weight_decay is None else group.weight_decay

@@ -18,7 +18,7 @@ from mpips.config.validation import check_resume
 from mpips.errors import UserError
 from mpips.kernels.vectors import addresses_of
 from mpips.layout import Layout
-from mpips.optim import Sum, grouped, make_rule, own_rules, rated, warm
+from mpips.optim import Sum, grouped, make_rule, own_rules, rated, rule_of, warm
 from mpips.optim.row_rules import make_row_rule
 
 LION = f"{ROOT / 'jobs' / 'lion_rule.py'}:Lion"
@@ -153,6 +153,14 @@ def test_a_default_that_is_an_integer_takes_any_number(tmp_path: Path) -> None:
     rule: Any = make_rule(f"{own(tmp_path, body, '1')}: beta=0.5, weight_decay=0.25, count=2")
     assert type(rule.own.count) is int
     assert after_one(rule) == [0.25]
+
+
+def test_a_weight_decay_of_0_replaces_that_of_the_class(tmp_path: Path) -> None:
+    body = "weight_decay: float = 0.5\n    def step(w, g, /, lr, weight_decay):"
+    name = own(tmp_path, f"{body} return (w - lr * (g + weight_decay * w),)")
+    assert rule_of(resolve({"optimizer": name})).weight_decay == 0.5
+    assert rule_of(resolve({"optimizer": name, "weight_decay": 0.0})).weight_decay == 0
+    assert make_row_rule(RowOptimizer(name, {"weight_decay": 0.0})).numbers(1.0) == (1.0, 0.0)
 
 
 def test_an_array_may_be_a_state_of_its_next_update(tmp_path: Path) -> None:
