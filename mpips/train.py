@@ -72,9 +72,10 @@ def _first_look(line: command_line.CommandLine) -> str | None:
 
         return explain_alone(config, line.question)
     if text is None and "check_gradient" in line.flags:
+        from mpips.planning.needs import memory_bytes
         from mpips.problems.gradient_check import check_gradient
 
-        text, error = check_gradient(config)
+        text, error = check_gradient(config, memory_bytes())
         if error is not None:
             print(text, end="", flush=True)
             raise error

@@ -103,6 +103,6 @@ def initial_vector(problem: Problem, seed: int, dtype: np.dtype) -> np.ndarray:
     for name, view in views.items():
         view[...] = arrays[name]
         if not all_finite(view.reshape(-1)):
-            got = f"init() of the problem gave NaN or infinity in {name}"
-            raise UserError(got, "finite parameters")
+            got = f"initial parameters with NaN or infinity in {name!r}, as {vector.dtype}"
+            raise UserError(got, "finite numbers")
     return vector

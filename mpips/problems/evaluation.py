@@ -169,10 +169,9 @@ def check_written(layout: Layout, flat: np.ndarray, loss: float) -> None:
     """
     missing = [name for name, grad in layout.views(flat).items() if np.isnan(grad).any()]
     if missing and math.isfinite(loss):
-        where = f"out[{missing[0]!r}]"
-        got = f"loss_and_grad of the problem left NaN in {where}"
-        remedy = f"write in place: {where}[...] = gradient"
-        raise UserError(got, "the mean gradient in every element", remedy)
+        got = f"the first gradient has NaN in {missing[0]!r}, at a loss of {loss:.6g}"
+        remedy = "write all of it in place, by [...] = gradient; or look for 0/0 in its computation"
+        raise UserError(got, "a number in every element", remedy)
 
 
 def next_evaluation(epoch: float, every: float) -> float:

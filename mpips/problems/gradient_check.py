@@ -14,7 +14,6 @@ More and Wild, "Estimating computational noise", SIAM J. Sci. Comput. 33 (2011).
 """
 
 import dataclasses
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -212,8 +211,12 @@ def first_batch(config: Config) -> tuple[Problem, Batch]:
     return without_tables(problem, [batch], config.dtype), batch
 
 
-def check_gradient(config: Config) -> tuple[str, UserError | None]:
+def check_gradient(config: Config, memory_bytes: int) -> tuple[str, UserError | None]:
     """Check the gradient of a job's problem.
+
+    Args:
+        config: The job.
+        memory_bytes: Memory that the check may take.
 
     Returns:
         A table of the arrays as text, and an error if the gradient of one of them is wrong.
@@ -225,23 +228,23 @@ def check_gradient(config: Config) -> tuple[str, UserError | None]:
 
     config = dataclasses.replace(config, dtype="float64")
     problem, batch = first_batch(config)
-    check_memory(problem.layout.size)
+    check_memory(problem.layout.size, memory_bytes)
     with threadpool_limits(config.threads or 1):  # many gradients, each of one batch
         return _check(config, problem, batch)
 
 
-def check_memory(size: int) -> None:
-    """Check that this host has the memory for a check of `size` parameters.
+def check_memory(size: int, there: int) -> None:
+    """Check that there is memory for a check of `size` parameters.
 
     Raises:
-        UserError: If it has less.
+        UserError: If there is less.
     """
     needed = VECTORS * size * np.dtype("f8").itemsize
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > there:
         got = f"a check of {size:,} parameters, which takes {human_bytes(needed)}"
         remedy = "check a smaller model of the same layers"
-        raise UserError(got, f"at most {human_bytes(there)}, the host's memory", remedy)
+        expected = f"at most {human_bytes(there)}, the memory of the host or control group"
+        raise UserError(got, expected, remedy)
 
 
 def _check(config: Config, problem: Problem, batch: Batch) -> tuple[str, UserError | None]:

@@ -91,7 +91,7 @@ def partly(out: Mapping[str, np.ndarray]) -> None:
 
 @pytest.mark.parametrize(("write", "name"), [(rebound, "w"), (partly, "b")])
 def test_a_gradient_that_is_not_written_is_refused(write: Write, name: str) -> None:
-    with pytest.raises(UserError, match=rf"left NaN in out\['{name}'\].*write in place"):
+    with pytest.raises(UserError, match=rf"NaN in '{name}', at a loss of 0.5, .* in place"):
         first_loss(problem_of(write))
     assert math.isnan(first_loss(problem_of(partly, math.nan))), "it is left to the run"
 

@@ -13,6 +13,7 @@ from mpips.problems.gradient_check import check_gradient
 
 SLOPES = str(Path(__file__).with_name("slopes.py"))
 SMALL = "--hidden 20"
+MEMORY = 100_000_000
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))]
 
 
@@ -26,7 +27,7 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))]
     ],
 )  # fmt: skip
 def test_a_right_gradient(options: str, seed: int) -> None:
-    text, error = check_gradient(load([*options.split(), "--seed", str(seed)]))
+    text, error = check_gradient(load([*options.split(), "--seed", str(seed)]), MEMORY)
     assert error is None, text
     assert text.endswith("the gradient is right\n"), text
 
@@ -45,7 +46,7 @@ WRONG = {  # the array that is wrong, and what is said of it
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_gradient(name: str, seed: int) -> None:
     words = ["--problem", f"{SLOPES}:{name}", *SMALL.split(), "--seed", str(seed)]
-    (array, hint), (text, error) = WRONG[name], check_gradient(load(words))
+    (array, hint), (text, error) = WRONG[name], check_gradient(load(words), MEMORY)
     for told in (f"in out['{array}'] ", "as the loss changes there", hint):
         assert told in str(error)
     wrong = {line.split()[0]: int(line.split()[3]) for line in text.splitlines()[2:]}
@@ -57,13 +58,13 @@ def test_a_wrong_gradient(name: str, seed: int) -> None:
     [
         (f"--problem {SLOPES}:Dropout", r"a loss of [\d.]+, then of [\d.]+, expected a finite lo"),
         (f"--problem {SLOPES}:LeftOut", r"left NaN or infinity in out\['b1'\], expected the mean"),
-        *((f"--hidden {n}", "takes .*, expected at most .*, the host's memory; check")
-          for n in (10**9, 10**11)),
+        *((f"--hidden {n}", "takes .*, expected at most 100.0 MB, the memory of the host or")
+          for n in (10**7, 10**11)),
     ],
 )  # fmt: skip
 def test_what_cannot_be_checked(options: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check_gradient(load(options.split()))
+        check_gradient(load(options.split()), MEMORY)
 
 
 def test_the_command_line(

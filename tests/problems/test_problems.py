@@ -162,7 +162,7 @@ def test_other_parameters_than_those_of_the_layout_are_refused() -> None:
     problem, _ = make_case("softmax")
     first = problem.init(np.random.default_rng(3))
     for w, words in (
-        (first["w"] + np.nan, "gave NaN or infinity in w, expected finite"),
+        (first["w"] + np.nan, "with NaN or infinity in 'w', as float64, expected finite"),
         (first["w"][1:], r"gave {'w': \(4, 4\), .*, expected {'w': \(5, 4\), .*lay"),
     ):
         problem.init = lambda rng, w=w: {**first, "w": w}  # type: ignore[method-assign]
