@@ -138,12 +138,15 @@ class Loop(Collectives):
         begin, end = 0, samples.n
         if shared:
             where = AFTER if self._loop_ended else ""
-            self._meet(f"evaluate() of {samples.n} samples", where, between=not self._loop_ended)
+            call = f"evaluate() of {samples.n} samples"
+            with self._without_row_reads():
+                self._meet(call, where, between=not self._loop_ended)
             begin, end = share(samples.n, self.id, self.workers)
         batches = iterate(samples, begin, end, CHUNK, job.dtype)
         sums = metric_sums(batches, functools.partial(metrics, params))
         if shared:
-            all_sums = gather_polled(self._start.workers, sums, self._start.ranks.wait_request)
+            with self._without_row_reads():
+                all_sums = gather_polled(self._start.workers, sums, self._start.ranks.wait_request)
             sums = add_up(dict(enumerate(all_sums)), "worker", "the same metrics on every worker")
         return {name: value / samples.n for name, value in sums.items()}
 
