@@ -11,14 +11,14 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39577
-TESTS = 37584  # all lines of tests and of their helpers, likewise
+TOTAL = 39620
+TESTS = 37658  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 69,
     "checkpoint": 1512,
     "codecs": 617,
-    "config": 1251,
+    "config": 1252,
     "datasets": 2646,
     "errors.py": 64,
     "extras.py": 16,
@@ -28,21 +28,21 @@ BUDGET = {
     "kernels": 1953,
     "launch": 2316,
     "layout": 433,
-    "library": 1622,
+    "library": 1657,
     "lightning": 711,
     "mpi": 1804,
-    "optim": 969,
+    "optim": 971,
     "planning": 2508,
-    "problems": 933,
+    "problems": 931,
     "ps": 2240,
     "rounds": 2389,
-    "session": 1798,
+    "session": 1799,
     "snapshot": 714,
     "strategies": 429,
     "tables": 1482,
     "tools": 5667,
-    "torch": 1663,
-    "train.py": 84,
+    "torch": 1668,
+    "train.py": 85,
     "transport": 1652,
 }
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from numbers import Real
 from typing import Any
 
 from mpips.errors import UserError
@@ -52,7 +53,7 @@ class Group:
         if not given:
             raise UserError(f"group {self.pattern!r} without lr and weight_decay", "one of them")
         for name, value in given.items():
-            if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            if not isinstance(value, Real) or not 0 <= value < math.inf:
                 raise UserError(f"group {self.pattern!r} with {name} {value!r}", "a number >= 0")
         if not re.fullmatch(r"[^:;\s][^:;]*", self.pattern):
             got = f"group with the pattern {self.pattern!r}"

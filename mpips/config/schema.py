@@ -219,10 +219,7 @@ class Config:
     eps: float = _optimisation(1e-8, "number added to the divisor (adaptive rules)", "> 0")
     decay: float = _optimisation(0.9, "decay of the square, rmsprop and adadelta", "in [0, 1)")
     weight_decay: float | None = _optimisation(
-        None,
-        "L2 term of the gradient; decoupled in adamw and lion",
-        ">= 0",
-        unset="0, or that of your own rule",
+        None, "L2 term of the gradient; decoupled in adamw, lion", ">= 0", unset="0, or your rule's"
     )
     groups: str = _optimisation(
         "", "groups of arrays, by patterns of names, with another lr or decay", pattern=GROUPS,

@@ -4,6 +4,7 @@ import functools
 import math
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -159,11 +160,14 @@ class Collectives(Passes):
         if not arrays or any(array.dtype.hasobject for array in arrays.values()):
             got = f"save() of {type(obj).__name__}"
             raise UserError(got, "an array, or a mapping of names to arrays")
-        with open(path, "wb") as file:
-            if isinstance(obj, Mapping):
-                np.savez(file, **arrays)  # type: ignore[arg-type]
-            else:
+        if not isinstance(obj, Mapping):
+            with open(path, "wb") as file:
                 np.save(file, arrays[""])
+            return
+        with zipfile.ZipFile(path, "w") as archive:  # np.savez has arguments, which are no names
+            for name, array in arrays.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                    np.lib.format.write_array(entry, array, allow_pickle=False)
 
     def _outgoing(self, value: Any) -> Any:
         """Return the form of a value that is sent to other workers."""
@@ -199,24 +203,25 @@ class Collectives(Passes):
         if self._tasks is None:
             return "before the loop", False
         job = self._start.job
-        if job.stopping and not job.config.in_rounds:  # other workers wait until this one has ended
+        mode, in_rounds = job.config.mode, job.config.in_rounds
+        if job.stopping and not in_rounds:  # other workers wait until this one has ended
             self._drain()
         if self.ended is not None and self._epoch is None:
             return AFTER, False
         if job.config.reads_wait:
-            got = f"{call} in the loop of mode {job.config.mode}"
+            got = f"{call} in the loop of mode {mode}"
             got += " with backup workers" if job.config.backup_workers else ""
             remedy = "others may wait for the push of the batch that this worker has"
             raise UserError(got, "a call before the loop or after it", remedy)
-        if self._epoch is not None and not self._passed and job.stopping and job.config.in_rounds:
-            got = f"{call} in a pass that was left after stop()"
-            raise UserError(got, "a pass to its end", "it comes with the next push")
         if self._epoch is not None and (self._passed or job.stopping):
-            if self.ended is None and not job.config.in_rounds and self.workers > 1:
+            if in_rounds and not self._passed:
+                got = f"{call} in a pass that was left after stop()"
+                raise UserError(got, "a pass to its end", "it comes with the next push")
+            if self.ended is None and not in_rounds and self.workers > 1:
                 _check_batches(job, self.workers, call)
             return f"behind epoch {self._epoch}", False
         if not self._in_step or job.few:
-            kind = f"between two batches in mode {job.config.mode}"
+            kind = f"between two batches in mode {mode}"
             if self._in_step:
                 kind = "in a round with more batches for some of them"
             remedy = "here workers have different numbers of batches"

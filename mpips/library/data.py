@@ -4,6 +4,7 @@ Loops read them through the interface `Source`, as samples of files. No value is
 """
 
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -82,8 +83,8 @@ def _arrays(data: Any) -> tuple[int, Take] | None:
 
 
 def _sequence(data: Any) -> tuple[int, Take]:
-    if isinstance(data, int) and not isinstance(data, bool):
-        return data, lambda ids: (None, None)
+    if isinstance(data, Integral) and not isinstance(data, bool):
+        return int(data), lambda ids: (None, None)
     if hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, str):
         return len(data), lambda ids: ([data[k] for k in ids.tolist()], None)
     raise UserError(f"data of type {type(data).__name__}", KINDS)

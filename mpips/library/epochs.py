@@ -133,8 +133,8 @@ class Passes:
             Numbers of epochs, from 0.
 
         Raises:
-            UserError: If no loader was made, or the loop has begun; if an epoch ends before its
-                pass.
+            UserError: If no loader was made, or it has another number of epochs; if the loop has
+                begun; if an epoch ends before its pass.
 
         Collective: over the workers, in its first step. Blocks: until a batch arrives.
         """
@@ -143,7 +143,11 @@ class Passes:
             raise UserError(
                 "epochs() without a loader", "one that its passes are made over", remedy
             )
-        self._begin(self._run_loader, self._run_loader.epochs if count is None else count)
+        of_loader = self._run_loader.epochs
+        if None not in (count, of_loader) and count != of_loader:
+            got = f"epochs({count}) over a loader with epochs={of_loader}"
+            raise UserError(got, "one number of epochs", f"leave it out of {self.batches_by}")
+        self._begin(self._run_loader, of_loader if count is None else count)
         self._fetch()
         job = self._start.job
         epoch = epochs_over(job.allocator())
@@ -209,6 +213,7 @@ class Passes:
         if self._tasks is not None:
             raise _second_loop(self.batches_by)
         self._tasks = self._start.tasks(loader.make, loader.batch_size, epochs)
+        self._start.board.callback(self._tasks.close)  # an exception of the program leaves it open
 
     def _batches(self, loader: Loader[Any]) -> Iterator[Batch]:
         """Yield this worker's batches of the current epoch, or without `epochs` of the run.

@@ -112,6 +112,7 @@ class Program(Model):
         callbacks: The given callbacks.
         sets_rate: Whether workers may set a factor of the learning rate.
         optimizer_state: Initial state of the update rule, as given; None for none.
+        same: Descriptions, by name, of what every rank must have alike.
         metrics: Function that evaluates a batch of held-out samples, as given.
         notes: Notes of a new run about its parameters.
 
@@ -142,6 +143,7 @@ class Program(Model):
         self.train, self.name = train, _name(train)
         self.metrics, self._held_out = evaluate, held_out
         self.notes, self._marks = list[str](), dict[str, int]()
+        self.same = dict[str, Any]()
         self.rate_schedule = optimizer.rate_schedule if isinstance(optimizer, Optimizer) else None
         if isinstance(start := self.options.get("init_from"), Mapping):
             self.options = {name: o for name, o in self.options.items() if name != "init_from"}

@@ -51,7 +51,6 @@ class Serving:
         self._job, self._cluster, self._half, self.server = job, job.cluster, half, half.server
         self._final: dict[int, int] = {}
         self._asked: dict[int, tuple[int, str, str]] = {}  # pushes, call and path, by worker
-        self._what = ""
         self._answer: Steps[None] | None = None  # the answer in progress, and its next request
         self._awaited: Request | None = None
         self._in_turn = self._at_end = False
@@ -148,13 +147,13 @@ class Serving:
         asked, self._asked = self._asked, {}
         pushed = sum(seq for seq, *_ in asked.values())
         calls = sorted({(what, path) for _, what, path in asked.values()})
-        self._what, path = calls[0]
         answer: tuple[str, Any]
         try:
             if calls[1:]:
-                others = " and ".join(f"{what} {path!r}" for what, path in calls)
-                raise _Failed(str(UserError(f"{others} at once", "the same call on every worker")))
-            act = self._save if self._what == "save" else self._load
+                both = " and ".join(f"{what} {path!r}" for what, path in calls)
+                raise _Failed(str(UserError(f"{both} at once", "the same call on every worker")))
+            ((what, path),) = calls
+            act = self._save if what == "save" else self._load
             answer = "done", (yield from act(Path(path), pushed))
         except _Failed as failed:
             answer = "failed", str(failed)
@@ -257,11 +256,8 @@ class Serving:
         result: Any = None
         try:
             result = make() if make is not None else None
-        except UserError as problem:
+        except (UserError, OSError) as problem:
             error = str(problem)
-        except OSError as problem:
-            kind = "written" if self._what == "save" else "read"
-            error = str(UserError(str(problem), f"a folder that can be {kind}"))
         parts = yield from gathering(self._half.servers, (result, error))
         errors = [text for _, text in parts if text is not None]
         if errors:

@@ -114,7 +114,7 @@ class Start:
         trains: Whether this rank trains; else it is an evaluator.
         job: The job, on a rank that trains, once the loop has begun.
         out: The run's folder, on every rank, once the loop has begun.
-        board: Open while this rank is on the status board.
+        board: Open while this rank is on the status board; closes what the loop holds, too.
 
     Collective: yes.
     """
@@ -128,8 +128,7 @@ class Start:
         self._options = {**options, "problem": program.name, "dataset": DATASET}
         self.config: Config = on_root(self.comm, self._first_look)
         layouts_alike(self.comm, program.layout)
-        state = {} if program.optimizer_state is None else {"optimizer_state": "given"}
-        _alike(self.comm, state, "load it on every rank")
+        _alike(self.comm, program.same, "load it on every rank, or seed its random numbers")
         count = self.config.evaluators
         self._link = Link(self.comm, count) if count else None
         self.trains = self._link is None or not self._link.evaluates
@@ -144,11 +143,11 @@ class Start:
 
     def _first_look(self) -> Config:
         check_world(whole_world())
-        if self.comm.size == 1 and self._options.get("mode", "async") not in ROUND_MODES:
-            got = f"mode {self._options.get('mode', 'async')!r} on one rank"
+        config = folder.find_config(self._line({}))[0]  # a resumed run has its own mode
+        if self.comm.size == 1 and config.mode not in ROUND_MODES:
             remedy = 'start several by mpirun, or give mode="sync"'
-            raise UserError(got, "a server and a worker", remedy)
-        return folder.find_config(self._line({}))[0]
+            raise UserError(f"mode {config.mode!r} on one rank", "a server and a worker", remedy)
+        return config
 
     def _line(self, more: Mapping[str, Any]) -> CommandLine:
         return CommandLine(None, {**self._options, **more}, frozenset())
@@ -231,7 +230,7 @@ class Start:
             counts = {"samples": data.info.n_train, "held-out samples": data.info.n_test}
         remedy = "give every worker all of the data: batches are shared"
         n, held_out = _alike(ranks.comm, counts, remedy).values()
-        raise_on_all(ranks.comm, lambda: _check_size(run.config.batch_size, n))
+        raise_on_all(ranks.comm, lambda: _check_data(run.config, n, held_out))
         return info_of(DATASET, n, held_out), data
 
     @property
@@ -303,6 +302,11 @@ def _find_run(line: CommandLine) -> folder.Run:
     return run
 
 
-def _check_size(batch_size: int, samples: int) -> None:
-    if batch_size > samples:
-        raise UserError(f"batch_size {batch_size}", f"at most {samples}, the samples of the data")
+def _check_data(config: Config, samples: int, held_out: int) -> None:
+    if config.batch_size > samples:
+        got = f"batch_size {config.batch_size}"
+        raise UserError(got, f"at most {samples}, the samples of the data")
+    if config.target_accuracy and not held_out:
+        got = f"target_accuracy {config.target_accuracy} without held-out samples"
+        remedy = "give held_out and evaluate, or target_accuracy=0"
+        raise UserError(got, "samples that it is measured on", remedy)

@@ -225,7 +225,8 @@ class Store:
         kind, payload = heard[0]
         if kind == "failed":
             got, _, expected = in_python(payload).partition(", expected ")
-            raise UserError(f"{what} {str(path)!r}: {got}", expected)
+            folder = f"a folder that can be {'written' if what == 'save' else 'read'}"
+            raise UserError(f"{what} {str(path)!r}: {got}", expected or folder)
         return int(payload)
 
     def _mine(self, what: str) -> WorkerHalf:

@@ -136,10 +136,15 @@ class TorchProgram(Program):
         initial = Initial(self.model, groups)
         self._initial, self._parameters = initial, dict(self.model.named_parameters())
         super().__init__(train, initial, rule, options, evaluate, held_out, callbacks, tables)
-        trained = trained_parameters(self.model, groups).values()
-        self.dtype = "float64" if torch.float64 in {p.dtype for p in trained} else "float32"
+        trained = trained_parameters(self.model, groups)
+        dtypes = {p.dtype for p in trained.values()}
+        self.dtype = "float64" if torch.float64 in dtypes else "float32"
         self.statistics = tuple(initial.running)
         self.optimizer_state = optimizer_state
+        marks = [_mark(p) for name, p in self._parameters.items() if name not in trained]
+        self.same["checksum of frozen parameters"] = hash(tuple(marks))
+        if optimizer_state is not None:
+            self.same["optimizer_state"] = "given"
         self._buffers: dict[str, np.ndarray] = {}  # their means over the workers at the end
 
     def of_job(self, data: DataInfo, config: Config) -> Self:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tomli_w
 from hypothesis import given, settings
@@ -462,7 +463,7 @@ def test_programs_are_told_of_arguments(text: str, expected: str) -> None:
 
 
 def test_a_text_says_groups_and_groups_a_text() -> None:
-    groups = Group("*.bias", weight_decay=0), Group("head.[ab] 1", 1e-5, 0.25)
+    groups = Group("*.bias", weight_decay=0), Group("head.[ab] 1", 1e-5, np.float32(0.25))
     assert parse_groups("*.bias:weight_decay=0;head.[ab] 1: lr=1e-5 , weight_decay=.25") == groups
     assert text_of(groups) == "*.bias: weight_decay=0.0; head.[ab] 1: lr=1e-05, weight_decay=0.25"
     assert parse_groups(text_of(groups)) == groups

@@ -89,6 +89,8 @@ run(epochs=0)  ->  expected epochs >= 1 or steps >= 1; set epochs=
 run(local_steps=4)  ->  leave out local_steps=, or use mode="local_sgd"
 run(on_death='shrink')  ->  on_death 'shrink' in a program, expected 'restart'
 run(target_accuracy=0.9, eval_every=0)  ->  set eval_every=
+run(target_accuracy=0.9)  ->  target_accuracy 0.9 without held-out samples
+run(); mpips.run(train, P, resume=True, out='run').rows('i', 1)  ->  run without tables
 open('file', 'w'); run(out='file')  ->  out file is a file, .*choose another out=
 open('file', 'w'); run(out='.')  ->  is not empty, and holds no run
 run(resume=True, out='no')  ->  resume=True finds no run in no.*resume="auto"
@@ -104,6 +106,7 @@ mpips.SGD(0.1, momentum=0.9)  ->  mpips.Momentum has it
 mpips.run(train, {}, mode='sync')  ->  no params
 mpips.run(train, [np.zeros(3)], mode='sync')  ->  params of type list
 mpips.run(train, {'w': 'a'}, mode='sync')  ->  of dtype <U1
+mpips.run(train, {'w': [np.nan]}, mode='sync')  ->  parameters with NaN or infinity in 'w'
 mpips.run(None, P, mode='sync')  ->  train of type NoneType
 mpips.run(lambda: 0, P, mode='sync')  ->  write def train.worker.:
 run(held_out=5)  ->  held_out without evaluate
@@ -126,7 +129,7 @@ loop('worker.push(1.0); worker.pull()')  ->1  pull without a batch
 loop('worker.push(1.0)')  ->1  push without a batch
 loop('worker.push("low"); continue')  ->  loss
 loop('worker.push(None); continue')  ->  loss
-loop('worker.grads["w"][:] = np.nan')  ->  left NaN in out\['w'\]
+loop('worker.grads["w"][:] = np.nan')  ->  NaN in 'w', at a loss of 1,
 loop(after='worker.batches(5)')  ->1  a second loop over batches, expected one
 loop(n='3.5')  ->  data of type float
 loop(n='True')  ->  data of type bool
@@ -176,6 +179,7 @@ run(loop('own.step()'))  ->1  worker.optimizer
 run(loop('pass', passes=2))  ->1  a second pass in epoch 0
 run(loop('break'))  ->1  ended before all of its batches
 run(lambda w: [*w.epochs(3)])  ->  loader = worker.loader
+run(lambda w: [w.loader(DATA, 5, epochs=2), *w.epochs(3)])  ->  epochs\(3\) .* with epochs=2
 run(lambda w: print(w.epoch))  ->  epoch outside the loop
 run(lambda w: w.all_reduce([1]))  ->  worker.gather.. takes anything
 """,
@@ -227,3 +231,16 @@ def test_a_mistake_is_one_line(
         if not one_line or not re.search(pattern, text) or code != int(expected or 2):
             wrong.append(f"{statements}: {code} {text}")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.one_mpi
+def test_a_program_runs_again_after_an_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook, which keeps the exception: the run's folder is free."""
+    monkeypatch.chdir(tmp_path)
+    names = {"np": np, "mpips": mpips}
+    exec(BEFORE["mpips"], names)
+    with pytest.raises(ZeroDivisionError):
+        names["loop"]("1 / 0")
+    assert names["loop"](resume="auto").reason == "epochs"

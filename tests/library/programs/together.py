@@ -201,10 +201,11 @@ def train(worker: mpips.Worker, name: str) -> None:
                 worker.barrier()
     check_values(worker)
     check_own(worker, True)
-    path = worker.save({"w": worker.pull()["w"], "n": 3}, "last.npz")
+    path = worker.save({"w": worker.pull()["w"], "file": 3, "allow_pickle": 4}, "last.npz")
     worker.barrier()
     with np.load(path) as saved:
         assert np.array_equal(saved["w"], worker.pull()["w"])
+        assert (saved["file"], saved["allow_pickle"]) == (3, 4)
     for bad in ("summary.json", "../x", "", "checkpoints", "metrics.jsonl.tmp"):
         with pytest.raises(UserError, match="none of the run's own files"):
             worker.save(np.ones(1), bad)

@@ -35,6 +35,12 @@ def frozen() -> nn.Module:
     return model
 
 
+def unseeded() -> nn.Module:
+    model = frozen()
+    model[0].weight.data.fill_(np.random.default_rng().random())
+    return model
+
+
 def run(
     out: Path, load: Load = callable, make: Callable[[], nn.Module] = net, **options: Any
 ) -> tuple[mt.Result, list[dict[str, np.ndarray]]]:
@@ -120,5 +126,7 @@ def main(out: Path) -> None:
     state = torch.optim.Adam(net().parameters()).state_dict() if WORLD.rank else None
     with pytest.raises(mpips.UserError, match="expected not given, as on rank 0; load it on every"):
         run(out / "differs", optimizer=mpips.Adam(), optimizer_state=state)
+    with pytest.raises(mpips.UserError, match=r"of frozen parameters .*, or seed its random"):
+        run(out / "differs", make=unseeded)
     WORLD.barrier()
     assert not (out / "differs").exists()
