@@ -167,45 +167,25 @@ def test_a_death_at_any_moment(
 
 
 @pytest.mark.usefixtures("cut")
-@pytest.mark.parametrize("first", range(0, 60, 13))
-@pytest.mark.parametrize("name", ["adam", "compensated"])
+@pytest.mark.parametrize("name", ["adam", "compensated", "tables"])
 def test_who_has_taken_over_a_shard_dies_as_well(
-    name: str, first: int, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it undoes what is half done, or in an update; the next one goes on to the same bits."""
-    case, moment, continued = case_of(name), 0, 0
-    while True:
-        memory = case.memory()
-        assert case.dies(case.begin(memory), Fate(first), monkeypatch)
-        if not case.dies(case.make(memory), Fate(moment), monkeypatch, takes_over=True):
-            break
-        again = case.make(memory)
-        continued += recover(again, case.find)
-        case.end(again, f"deaths at {first} and {moment}")
-        moment += 1
-    assert continued > moment / 4 > WORKERS
-
-
-@pytest.mark.usefixtures("cut")
-def test_a_death_with_tables_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each push counts once; and who takes over it dies as well, a few moments later."""
-    case, moment, continued = case_of("adam", 100, 4, some=tables(1), most=600), 0, 0
+    """Two of them, a few moments later: as it undoes what is half done, or in an update."""
+    case = case_of("adam", 100, 4, some=tables(1), most=600) if name == "tables" else case_of(name)
+    moment, continued = 0, 0
     while True:
         memory = case.memory()
         if not case.dies(case.begin(memory), Fate(moment), monkeypatch):
             break
         for later in (moment % 17, moment % 5):
-            server = case.make(memory)
-            continued += recover(server, case.find)
-            if not case.dies(server, Fate(later), monkeypatch):
-                break
-        else:
-            server = case.make(memory)
-            recover(server, case.find)
+            case.dies(case.make(memory), Fate(later), monkeypatch, takes_over=True)
+        server = case.make(memory)
+        continued += recover(server, case.find)
         case.end(server, f"death at moment {moment}")
         moment += 1
-    assert moment > 200
-    assert continued > moment
+    assert moment > (200 if name == "tables" else 60)
+    assert continued > moment / 4
 
 
 def test_a_death_among_evictions(monkeypatch: pytest.MonkeyPatch) -> None:
