@@ -15,8 +15,11 @@ from mpips.layout.tables import Table
 from mpips.mpi.abort import Failures
 from mpips.mpi.collectives import Arrays
 from mpips.mpi.start import REPLIES, tag_of
+from mpips.optim import make_rule
 from mpips.optim.row_rules import Sgd
 from mpips.planning.tables import JobTable
+from mpips.ps.assemble import agree
+from mpips.ps.design import Design
 from mpips.transport.remote_reads import COMMITTED, Replies, ReplyReads
 from mpips.transport.remote_rows import RemoteRows, RowReplies, ServedRows
 from mpips.transport.wire import CHUNK_BYTES, Chunks, Packing, announcement, packed_by
@@ -66,6 +69,14 @@ def test_what_is_packed_is_said(
     job = arranged(config, node_size, servers, n)
     assert " ".join(sorted(packed_by(job))) == names
     assert announcement(job) == said
+
+
+def test_reads_between_nodes_whose_ranks_may_die_are_not_measured() -> None:
+    """They are by reply in any case."""
+    job, rule = arranged(Config(), 1, 1, N), make_rule("sgd")
+    job.cluster.hosts = "abcd"
+    design = Design(job.shards, "float32", rule, lambda step: 1.0, kept=True)
+    assert agree(job.cluster, design, None, lambda request: None) is None
 
 
 @pytest.mark.parametrize("name", ["none", "fp16", "bf16", "int8"])
