@@ -216,9 +216,9 @@ class VectorClock:
                 self._first += 1
             elif number > self._first:
                 self._later.add(number)
-            while self._first in self._later:
-                self._later.remove(self._first)
-                self._first += 1
+        while self._first in self._later:
+            self._later.remove(self._first)
+            self._first += 1
 
     def take_over(self) -> None:
         """Continue the clock of a dead server, whose shard this server takes over.
@@ -245,11 +245,12 @@ class VectorClock:
         if any(observe(self._applied, worker) < count for worker, count in enumerate(ledger)):
             return
         self._learned = None
-        left = {number for number in missing - self._later if number >= self._first}
-        self._first = max(self._first, min(left, default=issued))
-        later = {number for number in self._later if number >= self._first}
-        self._later = later | set(range(self._first, issued)) - left
-        self.advance(-1)
+        # All batches before `issued` are applied, but the missing ones that have not come since.
+        not_applied = {n for n in missing - self._later if n >= self._first}
+        self._first = max(self._first, min(not_applied, default=issued))
+        known = {*self._later, *range(self._first, issued)} - not_applied
+        self._later = {n for n in known if n >= self._first}
+        self.advance()
 
     def publish(self) -> None:
         """Publish the clock in the header, after the parameters that it describes."""
