@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import signal
 import sys
 from pathlib import Path
 
@@ -174,4 +175,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends it in silence, such as by `| head`
     sys.exit(main())

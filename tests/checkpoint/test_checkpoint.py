@@ -8,6 +8,8 @@ import os
 import re
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -521,6 +523,11 @@ def test_list_inspect_and_verify(run_directory: Path, capsys: Any) -> None:
     assert "step-000000000030/shard-0002.h5" in line
     assert main(["verify", str(run_directory), "--step", "20"]) == 0
     assert main(["verify", str(run_directory / "checkpoints" / "step-000000000010")]) == 0
+
+
+def test_output_need_not_be_read_to_its_end(run_directory: Path) -> None:
+    command = f"{sys.executable} -m mpips.checkpoint inspect {run_directory} --step 20 | true"
+    assert subprocess.run(command, shell=True, capture_output=True, check=True).stderr == b""
 
 
 def test_a_checkpoint_may_go_as_it_is_listed(
