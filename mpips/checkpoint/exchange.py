@@ -142,7 +142,11 @@ def write_safetensors(path: Path, arrays: Named) -> None:
 
 def _write_pt(path: Path, arrays: Named) -> None:
     torch = extras.load("torch", "PyTorch", "torch", "writes .pt files")
-    torch.save({name: torch.from_numpy(array.whole()) for name, array in arrays}, path)
+    tensors = {name: torch.from_numpy(array.whole()) for name, array in arrays}
+    try:
+        torch.save(tensors, path)
+    except RuntimeError as problem:  # if the file cannot be written
+        raise OSError(str(problem)) from None
 
 
 def _write_parquet(checkpoint: Checkpoint, table: str, path: Path, _: Named) -> None:

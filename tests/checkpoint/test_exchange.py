@@ -1,5 +1,6 @@
 """Parameters in files of other programs: written from a checkpoint, and read as a start."""
 
+import resource
 import sys
 import tracemalloc
 from dataclasses import replace
@@ -70,6 +71,19 @@ def test_what_is_exported_is_read(run_directory: Path, tmp_path: Path, suffix: s
         assert file.read_params().tobytes() == params.tobytes()
         file.read_params(7, LAYOUT.size - 13, out=part)
         assert part.tobytes() == params[7:-13].tobytes()
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors", ".pt"])
+def test_a_file_that_finds_no_room(run_directory: Path, suffix: str, capsys: Any) -> None:
+    output, limit = run_directory / f"out{suffix}", resource.RLIMIT_FSIZE
+    limits = resource.getrlimit(limit)
+    try:
+        resource.setrlimit(limit, (500, limits[1]))
+        assert main(["export", str(run_directory), "-o", str(output)]) == 2
+    finally:
+        resource.setrlimit(limit, limits)
+    assert f"cannot write {output}: " in capsys.readouterr().err
+    assert [path.name for path in run_directory.iterdir()] == ["checkpoints"]
 
 
 def test_a_missing_package_names_the_extra(
