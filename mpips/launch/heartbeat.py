@@ -6,6 +6,7 @@ module imports nothing large: a rank imports it before it can handle signals.
 """
 
 import contextlib
+import errno
 import faulthandler
 import json
 import os
@@ -58,7 +59,7 @@ def begin(folder: Path, name: str) -> None:
     Raises:
         UserError: If the folder does not exist on this host, or has no space.
     """
-    with _explained(folder):
+    with explained(folder):
         for end in (LINES, STACKS):
             _files.append(open(folder / f"{name}{end}", "ab", buffering=0))  # noqa: SIM115
         for number in (DUMP, DUMP_REMOTE):
@@ -100,7 +101,8 @@ def _end_if_over(current: Path) -> None:
 
 
 @contextlib.contextmanager
-def _explained(folder: Path) -> Iterator[None]:
+def explained(folder: Path) -> Iterator[None]:
+    """Turn an OSError of the block into an error that a supervisor's folder cannot be used."""
     try:
         yield
     except OSError as problem:
@@ -126,7 +128,7 @@ def report_run(out: Path, resume: str, log_every_s: float, spares: Sequence[int]
 
         metrics = out / METRICS
         size = metrics.stat().st_size if metrics.exists() else 0
-        with _explained(Path(_files[0].name).parent):
+        with explained(Path(_files[0].name).parent):
             known = {"resume": resume, "log_every_s": log_every_s, "spares": spares}
             _write(run=str(out.absolute()), size=size, **known)
 
@@ -165,7 +167,7 @@ def another_failed() -> bool:
     if not _files:
         return False
     mine = Path(_files[0].name)
-    for path in mine.parent.glob(f"*{LINES}"):
+    for path in sorted(mine.parent.glob(f"*{LINES}")):  # rank 0 prints first
         with contextlib.suppress(OSError, ValueError, IndexError):
             if path != mine and json.loads(path.read_text().splitlines()[-1]).get("code"):
                 return True
@@ -173,4 +175,6 @@ def another_failed() -> bool:
 
 
 def _write(**values: Any) -> None:
-    _files[0].write(json.dumps({**values, "time": time.time()}).encode() + b"\n")
+    line = json.dumps({**values, "time": time.time()}).encode() + b"\n"
+    if _files[0].write(line) < len(line):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> NoReturn:
         _leave(f"mpips: {located(error, error.__traceback__)}", error.code, rank or 0)
     except Exception as error:
         _leave(*_end_by(error), rank or 0)
-    code = end.code if isinstance(end.code, int) else Exit.FAILED * (end.code is not None)
+    code = end.code & 255 if isinstance(end.code, int) else Exit.FAILED * (end.code is not None)
     heartbeat.report_exit(code)
     _leave_the_dead(code)
     raise end

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 from mpips.checkpoint.files import committed, folder_step
 from mpips.checkpoint.run_folder import CHECKPOINTS, DONE, METRICS, RunFolder, Tail
 from mpips.health.hang_report import Quiet
-from mpips.launch.heartbeat import CURRENT, DUMP, DUMP_REMOTE, LINES, STACKS, Terms
+from mpips.launch.heartbeat import CURRENT, DUMP, DUMP_REMOTE, LINES, STACKS, Terms, explained
 from mpips.mpi.process import GONE, TRACED, alike_once, send_signal, shown_stacks, trouble
 
 ENDED_S = 10.0  # time in which a job that cannot continue without a rank ends by itself
 JOB = "job"
+TOUCH_S = 3600.0
 PAUSED_S = 10.0  # between two checks; if they are further apart, the supervisor itself was stopped
 
 
@@ -164,25 +165,33 @@ class Heartbeats:
 
     def read(self) -> None:
         """Read the reports since the last call."""
-        with contextlib.suppress(OSError):  # else systemd-tmpfiles removes it after some days
-            os.utime(self.folder / CURRENT)
-        begun = []
-        for path in sorted(self.folder.glob(f"*{LINES}")):
-            lines = list[bytes]()
-            tail = self._tails[path] = self._tails.get(path) or Tail(path)
-            with contextlib.suppress(FileNotFoundError):  # temporary files may be cleared
-                self.beats[path] = path.stat().st_mtime_ns
-                lines.extend(tail.lines(path))
-            for line in map(json.loads, lines):
+        begun, paths = [], list[Path]()
+        with contextlib.suppress(OSError):  # cleared, or the file server does not answer
+            paths = sorted(self.folder.glob(f"*{LINES}"))
+            current = self.folder / CURRENT
+            if time.time() - current.stat().st_mtime > TOUCH_S:
+                os.utime(current)  # else systemd-tmpfiles removes it after some days
+        for path in paths:
+            for line in self._new_lines(path):
                 if "run" in line:
                     begun.append(line)
                 elif "code" in line:
                     self.codes[path.stem] = line["code"]
                 else:
-                    rank = Rank(path.stem, line["host"], line["pid"], line["started"])
-                    self.ranks.append(rank)
+                    self.ranks.append(Rank(path.stem, line["host"], line["pid"], line["started"]))
         self.runs += [Run(line) for line in sorted(begun, key=lambda line: float(line["time"]))]
         self.ranks.sort(key=lambda rank: (len(rank.name), rank.name))
+
+    def _new_lines(self, path: Path) -> list[dict[str, Any]]:
+        """Return the lines that a rank has added to its file, and note the file's time."""
+        found = list[dict[str, Any]]()
+        tail = self._tails[path] = self._tails.get(path) or Tail(path)
+        with contextlib.suppress(OSError):  # as above
+            self.beats[path] = path.stat().st_mtime_ns
+            for line in tail.lines(path):
+                with contextlib.suppress(ValueError):  # a line cut off by a full disk
+                    found.append(json.loads(line))
+        return found
 
     def alive(self) -> list[int]:
         """Return the process ids of the live ranks on this host."""
@@ -190,12 +199,14 @@ class Heartbeats:
 
     def begin(self, terms: Terms) -> None:
         """Create the folder for ranks that are about to start, and write the terms there."""
-        self.folder.mkdir(parents=True)
-        (self.folder / CURRENT).write_text(json.dumps(terms._asdict()))
+        with explained(self.folder):
+            self.folder.mkdir(parents=True)
+            (self.folder / CURRENT).write_text(json.dumps(terms._asdict()))
 
     def end(self) -> None:
         """Remove the terms, and read the last reports. Ranks on any host end when they see that."""
-        (self.folder / CURRENT).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (self.folder / CURRENT).unlink()
         self.read()
 
     def close(self) -> None:
@@ -226,7 +237,7 @@ class Heartbeats:
         return alike_once((str(r), self._stacks(r) or text) for r, text in silent.items())
 
     def _stacks(self, rank: Rank) -> str:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             return shown_stacks((self.folder / f"{rank.name}{STACKS}").read_text(errors="replace"))
         return ""
 
@@ -267,26 +278,27 @@ class Watch:
         heartbeats = self._heartbeats
         heartbeats.read()
         run = heartbeats.runs[-1] if heartbeats.runs else None
-        found = {r: self._trouble(r) for r in heartbeats.ranks if r.name not in heartbeats.codes}
-        states: dict[object, object] = {rank: True for rank, trouble in found.items() if trouble}
+        running = (rank for rank in heartbeats.ranks if rank.name not in heartbeats.codes)
+        troubles = {rank: trouble for rank in running if (trouble := self._trouble(rank))}
+        failed = self._failed()
+        # A trouble and a failure have one state: they last as long as they are seen.
+        states: dict[object, object] = dict.fromkeys([failed, *troubles])
         states[JOB] = dict(heartbeats.beats), run and run.saving()
-        if failed := self._failed():
-            states[failed] = True
         quiet = self._quiet.look(states, now)
+        if failed and quiet[failed] >= ENDED_S:
+            return failed
         self.quiet_s = quiet[JOB]
         ended = run is not None and bool(run.last()[1])
         limit_s = max(self._timeout_s, 2 * run.log_every_s if run else 0.0)
         stands = self.quiet_s >= limit_s and not (ended and self._program)
-        if quiet.get(failed, 0.0) >= ENDED_S:
-            return failed
-        for rank in (rank for rank in found if rank in quiet):
-            may_die = run is not None and rank.name in run.spares
-            gone = self._survives and found[rank] == GONE
-            limit_s = ENDED_S if gone else self._timeout_s
-            if may_die and not gone and (stands or quiet[rank] >= limit_s):
+        for rank, trouble in troubles.items():
+            is_dead = self._survives and trouble == GONE
+            if not stands and quiet[rank] < (ENDED_S if is_dead else self._timeout_s):
+                continue
+            if run is None or rank.name not in run.spares:
+                return f"{rank} {trouble} for {quiet[rank]:.0f} s"
+            if not is_dead:
                 self.hung.add(rank)
-            elif not may_die and (stands or quiet[rank] >= limit_s):
-                return f"{rank} {found[rank]} for {quiet[rank]:.0f} s"
         if self.hung:
             self._quiet.forget()  # the job may continue without them
         elif stands:
