@@ -13,6 +13,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from mpips.errors import UserError
+
 PREFIX = "mpips-"
 OWNER = "owner"  # locked by the process that made the folder
 
@@ -27,16 +29,20 @@ class OwnFolder(tempfile.TemporaryDirectory[str]):
         parent: Folder that contains it. Default: the folder for temporary files.
 
     Raises:
-        OSError: If it cannot be created.
+        UserError: If it cannot be created, or has no space.
     """
 
     def __init__(self, prefix: str = PREFIX, parent: Path | None = None) -> None:
-        super().__init__(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
-        self._owner = open(Path(self.name) / OWNER, "x")  # noqa: SIM115  (held until the end)
-        with contextlib.suppress(OSError):  # some file systems have no locks
-            fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        json.dump([platform.node(), *_slurm_start()], self._owner)
-        self._owner.flush()
+        try:
+            super().__init__(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
+            self._owner = open(Path(self.name) / OWNER, "x")  # noqa: SIM115  (held until the end)
+            with contextlib.suppress(OSError):  # some file systems have no locks
+                fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            json.dump([platform.node(), *slurm_start()], self._owner)
+            self._owner.flush()
+        except OSError as problem:
+            got = f"{parent or tempfile.gettempdir()}: {problem.strerror}"
+            raise UserError(got, "a folder that can be written", "start it elsewhere") from None
 
     def cleanup(self) -> None:
         """Remove the folder; calling it again does nothing."""
@@ -71,7 +77,7 @@ def _is_left(owner: Path) -> bool:
             if os.fstat(file.fileno()).st_uid != os.geteuid() or owner.parent.is_symlink():
                 return False
             host, job, restart = json.load(file)
-            this, count = _slurm_start()
+            this, count = slurm_start()
             if job and job == this and restart < count:
                 return True
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -80,7 +86,7 @@ def _is_left(owner: Path) -> bool:
     return bool(host == platform.node())
 
 
-def _slurm_start() -> tuple[str, int]:
+def slurm_start() -> tuple[str, int]:
     """Return the id of this process's SLURM job, or an empty string, and its number of restarts."""
     known = os.environ
     return known.get("SLURM_JOB_ID", ""), int(known.get("SLURM_RESTART_COUNT", "0"))

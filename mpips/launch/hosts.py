@@ -23,7 +23,7 @@ NUMBER = r"[1-9]\d{0,6}"
 SLOTS, LIMIT = rf"slots\s*=\s*(?P<slots>{NUMBER})", rf"max[_-]slots\s*=\s*{NUMBER}"
 INTERFACE = r"ifname\s*=\s*(?P<interface>[^\s=]+)"
 LINE = re.compile(
-    rf"(?P<name>[^\s:=,]+)(?::(?P<ranks>{NUMBER}))?(?:\s+(?:{SLOTS}|{LIMIT}|{INTERFACE}))*"
+    rf"(?P<name>[^\s:=,/\[\]]+)(?::(?P<ranks>{NUMBER}))?(?:\s+(?:{SLOTS}|{LIMIT}|{INTERFACE}))*"
 )
 TASKS = re.compile(r"(?P<tasks>\d+)(?:\(x(?P<nodes>\d+)\))?")  # of SLURM: nodes in a row
 FORM = "names with numbers of ranks, such as a:4,b:4"
@@ -63,16 +63,17 @@ def find_hosts(text: str, ranks: int | None) -> tuple[Host, ...]:
     found = _allocation() if text == SLURM else [_host(word, text) for word in _words(text)]
     if not found:
         raise UserError(f"--hosts {text!r} without a host", FORM)
-    named = dict.fromkeys((host.name, host.component) for host in found)
+    counts: dict[tuple[str, int], int] = {}  # the numbers of a host that is named twice add up
+    for host in found:
+        one = host.name, host.component
+        counts[one] = counts.get(one, 0) + host.ranks
     numbers = {host.ranks > 0 for host in found}
     if len(numbers) > 1:
         raise UserError(f"--hosts {text} with numbers on some", "a number on each, or on none")
-    if numbers == {True}:  # the numbers of a host that is named twice add up
-        counts = {one: sum(h.ranks for h in found if (h.name, h.component) == one) for one in named}
-    elif ranks is None:
-        raise UserError(f"--hosts {text} without numbers of ranks", FORM, "or give -n")
-    else:
-        counts = dict.fromkeys(named, -(-ranks // len(named)))
+    if numbers == {False}:
+        if ranks is None:
+            raise UserError(f"--hosts {text} without numbers of ranks", FORM, "or give -n")
+        counts = dict.fromkeys(counts, -(-ranks // len(counts)))
     total = sum(counts.values())
     if ranks is not None and ranks > total:
         raise UserError(f"-n {ranks} on hosts of {counted(total, 'rank')}", f"-n <= {total}")
@@ -84,12 +85,16 @@ def _words(text: str) -> list[str]:
     """Return the host entries of ``--hosts``, from the text or from a file."""
     if not os.path.isfile(text):  # Path.is_file raises OSError for a list of many hosts
         return [word for word in text.split(",") if word]
-    try:
-        lines = Path(text).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as problem:
-        raise UserError(f"--hosts {text}: {problem}", "a text file") from None
-    bare = (line.partition("#")[0].strip() for line in lines)
+    bare = (line.partition("#")[0].strip() for line in lines_of("--hosts", text))
     return [line for line in bare if line]
+
+
+def lines_of(option: str, path: str) -> list[str]:
+    """Return the lines of a text file that an option names."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UserError(f"{option} {path}: {problem}", "a text file") from None
 
 
 def _host(word: str, text: str) -> Host:

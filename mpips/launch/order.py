@@ -10,6 +10,11 @@ from mpips.errors import UserError
 from mpips.launch.hosts import Host
 
 
+def is_program(words: Sequence[str]) -> bool:
+    """Return whether words are a user's program with its options, and not options of a job."""
+    return bool(words) and (words[0].endswith(".py") or (words[0] == "-m" and len(words) > 1))
+
+
 @dataclass(frozen=True)
 class Order:
     """A job to run, with its ranks, hosts and limits.
@@ -51,18 +56,17 @@ class Order:
     @property
     def is_program(self) -> bool:
         """Whether the words are a user's program."""
-        return bool(self.words) and (self.words[0] == "-m" or self.words[0].endswith(".py"))
+        return is_program(self.words)
 
     @property
     def goes_on(self) -> bool:
         """Whether the mode and the options let the job continue when a rank dies."""
         if self.is_program:
             return self.survives  # its modes are unknown before it runs
-        try:
+        with contextlib.suppress(UserError):  # the ranks print the error
             config = load(self.words)
             return config.mode in ("async", "ssp") or config.on_death == "shrink"
-        except UserError:
-            return False  # the ranks print the error
+        return False
 
     @functools.cached_property
     def begins_run(self) -> bool:

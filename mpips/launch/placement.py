@@ -198,9 +198,7 @@ def changed_options(given: Mapping[str, Any], ranks: int, nodes: Sequence[str]) 
         if len(remaining) == world or not remaining:
             changes = {"server_ranks": (), "servers": _share(len(by_hand), ranks, world)}
         elif remaining != by_hand:
-            changes = {"server_ranks": remaining}
-            if asked is not None:
-                changes["servers"] = len(remaining)
+            changes = {"server_ranks": remaining, "servers": asked and len(remaining)}
     elif asked:
         changes = {"servers": _share(asked, ranks, world)}
     roles = _roles(mode, nodes, {**given, **changes})

@@ -14,11 +14,9 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
 from mpips.errors import Exit, UserError
 from mpips.launch.folders import OwnFolder
@@ -62,21 +60,21 @@ class Question:
 
     def __init__(self, commands: Mapping[str, Sequence[str]]) -> None:
         self._deadline = time.monotonic() + ANSWER_S
-        self._asked: dict[str, tuple[subprocess.Popen[bytes], IO[bytes]]] = {}
+        self._folder = OwnFolder()
+        self._asked: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
         for name, words in commands.items():
-            answer = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `close`)
-            process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=answer, stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )  # fmt: skip
-            self._asked[name] = process, answer
+            path = Path(self._folder.name) / f"{len(self._asked)}"
+            with path.open("wb") as answer:  # closed: there may be more hosts than descriptors
+                process = subprocess.Popen(
+                    words, stdin=subprocess.DEVNULL, stdout=answer, stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )  # fmt: skip
+            self._asked[name] = process, path
 
     def is_open(self, doubtful: Collection[str] = ()) -> bool:
         """Return whether a host that is not doubtful may still answer."""
-        if time.monotonic() >= self._deadline:
-            return False
-        sure = [answer for name, answer in self._asked.items() if name not in doubtful]
-        return any(process.poll() is None for process, _ in sure)
+        sure = [process for name, (process, _) in self._asked.items() if name not in doubtful]
+        return time.monotonic() < self._deadline and any(each.poll() is None for each in sure)
 
     def close(self) -> dict[str, str]:
         """End the processes without an answer; return each host's last line, by name."""
@@ -92,15 +90,14 @@ class Question:
                     process.wait(max(0.0, deadline - time.monotonic()))
         answers = {}
         for name, (_, answer) in self._asked.items():
-            answers[name] = "no answer" if name in pending else _last_line(answer)
-            answer.close()
+            answers[name] = "no answer" if name in pending else _last_line(answer.read_bytes())
+        self._folder.cleanup()
         return answers
 
 
-def _last_line(answer: IO[bytes]) -> str:
+def _last_line(answer: bytes) -> str:
     """Return the line with the answer; without one, the last line."""
-    answer.seek(0)
-    lines = answer.read().decode(errors="replace").strip().splitlines()
+    lines = answer.decode(errors="replace").strip().splitlines()
     answers = [line for line in lines if line.startswith(ANSWER)]
     return (answers or lines or ["nothing"])[-1]
 

@@ -26,6 +26,8 @@ from mpips.config.command_line import load, parse_command_line
 from mpips.config.jobfile import Parser, copy_shared, shared_folder, split_words, verbatim
 from mpips.datasets.files import is_pattern, matching
 from mpips.errors import UserError, answer, counted
+from mpips.launch.hosts import lines_of
+from mpips.launch.order import is_program
 
 if TYPE_CHECKING:
     from mpips.planning.needs import Needs
@@ -142,11 +144,6 @@ def _of_program(args: argparse.Namespace, options: Sequence[str], words: Sequenc
     args.mem_per_cpu = args.mem_per_cpu or PROGRAM_MEMORY
     need = Needs(0, args.nodes * args.ntasks_per_node, 0, 0, PROGRAM_SAVE_S, 0)
     return script(args, need, words, _scripts())
-
-
-def is_program(words: Sequence[str]) -> bool:
-    """Return whether words are a user's program with its options, and not options of a job."""
-    return bool(words) and (words[0].endswith(".py") or (words[0] == "-m" and len(words) > 1))
 
 
 def _fit(name: str) -> str:
@@ -334,12 +331,8 @@ def read_table(path: str) -> list[list[str]]:
     Raises:
         UserError: If it cannot be read, has an open quote, or has no row.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as problem:
-        raise UserError(f"--sweep {path}: {problem}", "a text file") from None
     rows = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(lines_of("--sweep", path), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         try:

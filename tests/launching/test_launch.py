@@ -163,6 +163,8 @@ def test_a_lock_that_cannot_be_had_is_not_waited_for(
     monkeypatch.setattr(fcntl, "flock", refuse)
     with OwnFolder(parent=tmp_path) as own:
         assert json.loads((Path(own) / OWNER).read_text())
+    with pytest.raises(UserError, match=r"none: No such file .*, expected a folder that can"):
+        OwnFolder(parent=tmp_path / "none")
 
 
 def test_nothing_is_left_on_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

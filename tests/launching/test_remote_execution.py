@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import platform
+import resource
 import signal
 import subprocess
 import sys
@@ -71,6 +72,15 @@ def test_hosts_answer_or_do_not(
     assert there.nodes == {"a": platform.node()}
     monkeypatch.setattr(remote_execution, "ANSWER_S", 0.5)
     assert there.ask("c") == {"c": "no answer"}
+    names = [f"x{k}" for k in range(40)]
+    for name in names:
+        rsh.with_name(f"{name}.down").touch()
+    before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
+    try:
+        assert len(there.ask(names)) == 40, "more hosts than a process may have open files"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
     there.close()
     assert not there.agent.exists()
 

@@ -170,6 +170,7 @@ def test_tries_are_noted_by_job(tmp_path: Path) -> None:
         ("-n 3 --restarts -1 --", "--restarts -1, expected an integer >= 0"),
         ("-n 3 --timeout nan --", "--timeout nan, expected seconds >= 1, or 0"),
         ("-n 3 -- --epoch 3", "unknown option --epoch, expected one of those that --help lists"),
+        ("-n 3 -- -m", "unknown option -m, expected one of those that --help lists"),
         ("-n 3 -- none.py", "no program none.py, expected a file"),
         ("-n 3 -- --help", "--help starts no run, expected options of a run"),
     ],
