@@ -255,12 +255,10 @@ def _stacks_of(ranks: Sequence[RankStatus]) -> str:
 
 
 def _written(status: RankStatus) -> str:
-    try:
-        with open(f"/proc/{status.pid}/fd/{status.stacks}", errors="replace") as file:
-            text = file.read()
-    except OSError:
-        return "  does not answer\n"
-    return process.shown_stacks(text)
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/{status.pid}/fd/{status.stacks}").read_text(errors="replace")
+        return process.shown_stacks(text)
+    return "  does not answer\n"
 
 
 def _is_in_mpi(frame: FrameType | None) -> bool:

@@ -66,10 +66,8 @@ def text_of(path: Path) -> str:
 @cache
 def large_page() -> int:
     """Return the size of a large page in bytes; 0 if the kernel has none."""
-    try:
-        return int(LARGE_SIZE.read_text())
-    except (OSError, ValueError):
-        return 0
+    size = text_of(LARGE_SIZE)
+    return int(size) if size.isdecimal() else 0
 
 
 def shared_page() -> int:
