@@ -23,7 +23,11 @@ prepare() {
     set +u    # modules and virtual environments look at variables that are not there
     # As by hand, without set -e: it would end the job where the last line is `[ ... ] && ...`.
     # shellcheck source=site.sh.example
-    if [ -r "$site" ]; then . "$site" || say "$site has ended with $?"; fi
+    if [ -r "$site" ]; then
+        trap 'refuse "$site has ended this shell, expected no exit in it"' EXIT
+        . "$site" || say "$site has ended with $?"
+        trap - EXIT
+    fi
     set -u
     unset SLURM_EXPORT_ENV    # of sbatch --export=...: the ranks need what this shell has
     export LAUNCHER=${LAUNCHER:-} LAUNCHER_FLAGS=${LAUNCHER_FLAGS:-}

@@ -11,8 +11,8 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39626
-TESTS = 37655  # all lines of tests and of their helpers, likewise
+TOTAL = 39647
+TESTS = 37719  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 69,
@@ -23,14 +23,14 @@ BUDGET = {
     "errors.py": 64,
     "extras.py": 16,
     "failover": 868,
-    "health": 698,
+    "health": 696,
     "jax": 415,
     "kernels": 1953,
-    "launch": 2316,
+    "launch": 2341,
     "layout": 433,
     "library": 1657,
     "lightning": 711,
-    "mpi": 1804,
+    "mpi": 1802,
     "optim": 971,
     "planning": 2508,
     "problems": 931,

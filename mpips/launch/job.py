@@ -42,8 +42,9 @@ from mpips.errors import Exit, UserError, complain, counted, write_line
 from mpips.launch import verdict
 from mpips.launch.folders import remove_left
 from mpips.launch.mpirun import TREE
-from mpips.launch.sbatch import EARLY_S, TIME, is_program, read_row, seconds
-from mpips.launch.slurm import ask, pick_launcher, run, shown
+from mpips.launch.order import is_program
+from mpips.launch.sbatch import EARLY_S, TIME, read_row, seconds
+from mpips.launch.slurm import ask, pick_launcher, requeue, run, shown
 from mpips.launch.verdict import TRIES, Try
 from mpips.launch.watch import saved_step
 from mpips.mpi import signals
@@ -118,7 +119,8 @@ class Job:
         if is_program(words):
             self._check_time()
             ended = self._start(words, self._elastic)
-            return self._requeue() if ended == Exit.SAVED else ended
+            is_left = ended == Exit.SAVED or (ended == Exit.FAILED and self._asked)
+            return self._requeue() if is_left else ended
         code = self._find_out(words, f"runs/{self._name}-{KNOWN['SLURM_JOB_ID']}")
         if code is None:
             code = self._try(words)
@@ -148,10 +150,8 @@ class Job:
         """
         table, *words = words
         number = KNOWN["SLURM_ARRAY_TASK_ID"]
-        folder = f"runs/{self._name}-{KNOWN['SLURM_ARRAY_JOB_ID']}"
-        for last, word in zip(["", *words], words, strict=False):
-            if last == "--out" or word.startswith("--out="):
-                folder = word.removeprefix("--out=")
+        default = f"runs/{self._name}-{KNOWN['SLURM_ARRAY_JOB_ID']}"
+        folder = parse_command_line(words).options.get("out", default)
         words += (row := read_row(table, int(number)))
         say(f"row {number} of {table}: {shlex.join(row)}")
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -251,7 +251,7 @@ class Job:
             return code
         step = saved_step(out)
         say(f"not done: {f'step {step}' if step >= 0 else 'nothing'} is saved in {out}")
-        if self._asked or code == Exit.SAVED:
+        if self._asked:
             return -code
         if not verdict.gets_no_further(verdict.note(out, Try(self._id, self._restart, step))):
             return -code
@@ -301,7 +301,7 @@ class Job:
             say(f"{why}; give a longer --time or a shorter --signal, and {onward}")
         else:
             ends = signals.count(signal.SIGTERM)
-            if run("scontrol", "requeue", self._id).returncode == 0 or self._has_restarted():
+            if requeue(self._id) or self._has_restarted():
                 self._is_queued = True
                 end = time.monotonic() + REQUEUED_S
                 while signals.count(signal.SIGTERM) == ends and time.monotonic() < end:
@@ -315,9 +315,8 @@ class Job:
 
         No other job needed the nodes: the notice is too long for the time limit.
         """
-        if self._asked != "USR1" or time.monotonic() - self._begin > EARLY_S:
-            return False
-        if not (self._out / CONFIG).is_file():
+        is_early = time.monotonic() - self._begin <= EARLY_S
+        if self._asked != "USR1" or not is_early or not (self._out / CONFIG).is_file():
             return False
         if shown(self._id, "PreemptTime") not in ("", "None"):
             return False

@@ -67,8 +67,8 @@ def is_open_mpi(program: str = "") -> bool:
     It starts no MPI. `mpips.mpi.start.is_open_mpi` says which library this process has loaded.
     """
     words = [program or mpirun(), "--version"]
-    version = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60)
-    return "Open MPI" in version.stdout or "PRTE" in version.stdout
+    version = subprocess.run(words, env=environment(), capture_output=True, timeout=60)
+    return b"Open MPI" in version.stdout or b"PRTE" in version.stdout
 
 
 @functools.cache
@@ -111,7 +111,7 @@ def trial(words: Sequence[str]) -> subprocess.CompletedProcess[str] | None:
     for seconds in TRIES_S:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return subprocess.run(
-                words, env=environment(), capture_output=True, text=True, timeout=seconds
+                words, env=environment(), capture_output=True, errors="replace", timeout=seconds
             )
     return None
 

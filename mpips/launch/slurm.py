@@ -20,6 +20,7 @@ import re
 import shutil
 import stat
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,6 +41,7 @@ SAID = {
     ),
 }
 LOG = Path("/dev/stderr")
+PAUSES_S = 1.0, 10.0, 20.0, 0.0  # after attempts to reach the controller
 
 
 class Step:
@@ -110,7 +112,20 @@ def run(*words: str, stderr: int | None = None) -> subprocess.CompletedProcess[s
     The command ignores signals that SLURM sends to all processes of the job.
     """
     with signals.blocked():
-        return subprocess.run(words, stdout=subprocess.PIPE, stderr=stderr, text=True, check=False)
+        return subprocess.run(  # names in SLURM's output may have any bytes
+            words, stdout=subprocess.PIPE, stderr=stderr, errors="replace", check=False
+        )
+
+
+def requeue(job: str) -> bool:
+    """Requeue a job; return whether SLURM did so. Ask again if the controller does not answer."""
+    for pause_s in PAUSES_S:
+        done = run("scontrol", "requeue", job, stderr=subprocess.STDOUT)
+        print(done.stdout, end="", flush=True)
+        if not re.search("unable to contact|timed out|connect", done.stdout, re.IGNORECASE):
+            break
+        time.sleep(pause_s)
+    return done.returncode == 0
 
 
 def pick_launcher(library: str) -> list[str]:

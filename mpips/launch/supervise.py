@@ -12,7 +12,7 @@ from mpips.checkpoint.run_folder import is_claimed
 from mpips.config.command_line import given_values
 from mpips.errors import Exit, UserError, write_line
 from mpips.launch import heartbeat, mpirun, slurm, verdict
-from mpips.launch.folders import OwnFolder, remove_left
+from mpips.launch.folders import OwnFolder, remove_left, slurm_start
 from mpips.launch.heartbeat import Terms
 from mpips.launch.hosts import is_srun, launcher_words
 from mpips.launch.mpirun import SURVIVING, Running, default_launcher
@@ -47,11 +47,7 @@ def supervise(order: Order) -> int:
     """
     parent = Path.cwd() if order.is_shared else None
     left = remove_left(parent)
-    try:
-        folder = OwnFolder(PREFIX, parent)
-    except OSError as problem:
-        got = f"{problem.filename}: {problem.strerror}"
-        raise UserError(got, "a folder that can be written", "start it elsewhere") from None
+    folder = OwnFolder(PREFIX, parent)
     with folder, signals.noted(), contextlib.ExitStack() as stack:
         if left and parent:  # their ranks see it, and end: they may hold the run
             _wait(2 * heartbeat.LOOK_S)
@@ -137,9 +133,8 @@ class Supervisor:
     def _pause(self) -> Verdict | None:
         """Print the next step, and wait. Return a verdict if a signal arrives meanwhile."""
         last, number = self._attempts[-1], len(self._attempts)
-        pause_s = min(
-            LONGEST_S, PAUSE_S * 2 ** verdict.without_progress([a.got for a in self._attempts])
-        )
+        failures = verdict.without_progress([attempt.got for attempt in self._attempts])
+        pause_s = min(LONGEST_S, PAUSE_S * 2**failures)
         onward = f"from step {last.step}" if last.step >= 0 else "from the beginning"
         _say(f"attempt {number}: {last}")
         if last.moves:
@@ -178,8 +173,9 @@ class Supervisor:
         """Choose the hosts of the next attempt. Return why it cannot start; empty if it can."""
         order, placement = self._order, self._placement
         lacking = placement.choose(signals.received) if placement is not None else ""
-        if not lacking and order.is_shared and self._run and is_claimed(self._run.out):
-            lacking = f"ranks of the attempt before still hold {self._run.out}"
+        out = self._held_before()
+        if not lacking and out is not None and is_claimed(out):
+            lacking = f"ranks of the start before still hold {out}"
         if placement is None or lacking or signals.received():
             return lacking
         self._changes = []
@@ -194,6 +190,15 @@ class Supervisor:
             _say(where)
         self._where = where
         return ""
+
+    def _held_before(self) -> Path | None:
+        """Return the folder of the run that ranks of an earlier start may hold, on other hosts."""
+        order = self._order
+        if self._run is not None:
+            return self._run.out if order.is_shared else None
+        if order.is_program or not (order.begins_run and order.slurm and slurm_start()[1]):
+            return None
+        return Path(given_values(order.words).get("out") or "")
 
     def _attempt(self) -> Attempt:
         """Start the job, wait for its end, and return the result."""
@@ -242,8 +247,8 @@ class Supervisor:
         if placement is None:
             return order.ranks, self._ft_launcher or order.launcher
         words = self._ft_launcher or list(order.launcher or default_launcher(hosts=True))
-        unseen = [a for a in self._attempts if not (a.begun or a.refusal)]
-        by_plugin = [a for a in unseen if a.trouble != slurm.OUT_OF_MEMORY]
+        unseen = (a for a in self._attempts if not (a.begun or a.refusal))
+        by_plugin = any(attempt.trouble != slurm.OUT_OF_MEMORY for attempt in unseen)
         if by_plugin and slurm.Step(words).is_by_pmi2:
             words = slurm.other_launcher()
             _say(f"no rank got as far as to begin: starting by {words[0]}")

@@ -1,5 +1,6 @@
 """The hosts of a job as they are given, or as SLURM has them, and what the steps of SLURM say."""
 
+import fcntl
 import os
 import platform
 import shlex
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 from launch import environment, executable
 
+from mpips.checkpoint.run_folder import LOCK
 from mpips.config.command_line import parse_command_line
 from mpips.errors import UserError
-from mpips.launch import slurm
+from mpips.launch import __main__ as command
+from mpips.launch import slurm, supervise
 from mpips.launch.hosts import Host, find_hosts, launcher_words, placed
 from mpips.launch.mpirun import is_open_mpi, mpirun
 from mpips.launch.placement import changed_options, words_of
@@ -175,15 +178,31 @@ def test_an_allocation_that_has_grown(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert find_again("slurm", None, known) == known
     be_in_slurm(tmp_path, monkeypatch, JOB_ID="7", JOB_NODELIST="n1,n2")
-    shown = (
-        'case $* in "-o show job 7") echo "JobId=7 NodeList=n1,n2,n3 BatchHost=n1"; exit ;; esac'
-    )
+    line = r"JobId=7 JobName=gr\\374n NodeList=n1,n2,n3"  # in Latin-1
+    shown = f'case $* in "-o show job 7") printf "{line}"; exit ;; esac'
     script = tmp_path / "scontrol"
     script.write_text(script.read_text().replace("\necho", f"\n{shown}\necho"))
     assert find_again("slurm", None, known) == [*known, Host("n3", 4)]
     assert os.environ["SLURM_JOB_NODELIST"] == "n1,n2,n3", "which srun goes by"
     het = [host._replace(component=0) for host in known]
     assert find_again("slurm", None, het) == het
+
+
+def test_a_start_of_slurm_waits_for_ranks_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They hold the run until their host knows, or the file server that it is lost."""
+    known = {"JOB_ID": "17", "RESTART_COUNT": "1", "JOB_NODELIST": platform.node()}
+    be_in_slurm(tmp_path, monkeypatch, **known, TASKS_PER_NODE="2")
+    rsh = executable(tmp_path / "rsh", '#!/bin/sh\nshift\nexec sh -c "$*"\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(supervise, "ASK_AGAIN_S", 0.1)
+    words = ["--hosts", "slurm", "--rsh", str(rsh), "--timeout", "1", "--", "--out", "run"]
+    (tmp_path / "run").mkdir()
+    with open(tmp_path / "run" / LOCK, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert command.main(words) == 85
+    assert "ranks of the start before still hold run: run it again" in capsys.readouterr().err
 
 
 UNREAD = "srun: error: mpi/pmi2: invalid client request"

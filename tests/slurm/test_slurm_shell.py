@@ -32,6 +32,7 @@ case $* in
     "show config") echo "TaskPlugin = task/none" ;;
     requeue*)
         if [ -e refused ]; then exit 1; fi
+        if rm late 2>/dev/null; then echo "Socket timed out on send/recv operation" >&2; exit 1; fi
         sed -i 's/^Restarts=.*/Restarts=9/' job; (sleep 0.5; kill -TERM $PPID) &
         told queued ;;
 esac
@@ -182,6 +183,7 @@ ONCE = {"SLURM_RESTART_COUNT": "1", "MPIPS_MAX_REQUEUES": "1"}
         (f"touch cancelled; {SAVED}", {}, 1, [], f"cancelled; go on with {ONWARD}{END}"),
         (f"touch queued; {SAVED}", {}, 85, ["17"], NOT_DONE),
         (f"touch refused; {SAVED}", {}, 85, ["17"], f"cannot be requeued; submit .* {ONWARD}"),
+        (f"touch late; {SAVED}", {}, 85, ["17"] * 2, NOT_DONE),  # a controller with much to do
     ],
 )
 def test_how_a_job_ends(
@@ -255,6 +257,10 @@ def test_job_that_crashes_in_each_try_gives_up(batch: Batch) -> None:
     tries(batch, "exit 137")
     assert "nothing is saved in 3 tries that ended by themselves: giving up; see" in batch.log
     assert "--mem-per-cpu" in batch.log
+    noted.unlink()
+    (batch.folder / "calls").unlink()
+    tries(batch, "exit 85")  # its nodes cannot be used
+    assert batch.code == 1
     assert not batch.out.exists(), "a run begins in an empty folder"
     assert noted.exists()
     batch.run("--lr", "0.1", ranks="begin; exit 0")
@@ -355,6 +361,10 @@ def test_environment_of_the_ranks(batch: Batch) -> None:
     site.write_text("LAUNCHER=mpirun LAUNCHER_FLAGS='-genv A B'\nfalse\n[ -d no ] && cd no\n")
     batch.run("--lr=1", ranks="exit 2", script=site.with_name("train.sbatch"))
     assert re.search(r"4 ranks on \S+ by mpirun .*-genv A B$", batch.log, re.M)
+    site.write_text("exit\n")
+    batch.run("--lr=1", script=site.with_name("train.sbatch"))
+    assert batch.code == 2, "it would look as if it had trained"
+    assert f"mpips: {site} has ended this shell, expected no exit in it\n" in batch.log
     site.write_text("PATH=/usr/bin:/bin\n")
     batch.run("--lr=1", script=site.with_name("train.sbatch"))
     assert batch.code == 2
@@ -366,6 +376,8 @@ def test_program_of_the_user(batch: Batch) -> None:
     for code, requeued in ((0, []), (1, []), (85, ["17"])):
         batch.run("mine.py", "--x", ranks=f"exit {code}")
         assert (batch.code, batch.requeued) == (code, requeued), batch.log
+    batch.run("mine.py", "--x", ranks=ASKED_LATE)
+    assert batch.requeued == ["17"] * 2, "it has not saved, and goes on from an earlier step"
     assert batch.calls("launch")[-1].endswith(" -- mine.py --x")
     batch.run("mine.py", ranks="touch refused; exit 85")
     assert "cannot be requeued; submit it again with the same command" in batch.log
