@@ -27,6 +27,7 @@ class Muon(mpips.UpdateRule):
     steps: int = 5
     adam_lr: float = 0.1  # of arrays that are no matrices, times lr
     beta2: float = 0.99
+    outputs: int = 1  # axis of a layer's outputs in its matrix; 0 for a model of PyTorch
 
     def update(
         self, name: str, w: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, /,
@@ -36,7 +37,7 @@ class Muon(mpips.UpdateRule):
         m = self.momentum * m + (1 - self.momentum) * g
         if w.ndim == 2:
             change = orthogonal((1 - self.momentum) * g + self.momentum * m, self.steps)
-            change *= max(1.0, w.shape[0] / w.shape[1]) ** 0.5
+            change *= max(1.0, w.shape[self.outputs] / w.shape[1 - self.outputs]) ** 0.5
         else:
             v = self.beta2 * v + (1 - self.beta2) * g * g
             mean = m / (1 - self.momentum**t)
@@ -72,6 +73,6 @@ def serial(
             s = s / (np.linalg.norm(s) + 1e-7)
             for _ in range(5):
                 s = a * s + b * s**3 + c * s**5
-            rows, columns = g.shape
-            w[name] -= lr * max(1.0, rows / columns) ** 0.5 * (u * s) @ vt
+            inputs, outputs = g.shape
+            w[name] -= lr * max(1.0, outputs / inputs) ** 0.5 * (u * s) @ vt
     return w

@@ -42,7 +42,8 @@ class Text:
     """
 
     def __init__(self, path: str) -> None:
-        lines = [re.findall(r"\w+", line) for line in Path(path).read_text().lower().splitlines()]
+        text = Path(path).read_text("utf-8").lower()
+        lines = [re.findall(r"\w+", line) for line in text.splitlines()]
         counted = Counter(word for line in lines for word in line).most_common()
         found = [(word, n) for word, n in counted if n >= LEAST]
         self.words = [word for word, _ in found]

@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler  # noqa: E402
 
 import mpips  # noqa: E402
 import mpips.torch as mt  # noqa: E402
+from jobs.muon import Muon  # noqa: E402
 from mpips.config import Config  # noqa: E402
 from mpips.errors import UserError  # noqa: E402
 from mpips.layout import Layout  # noqa: E402
@@ -88,6 +89,25 @@ def test_a_rule_and_its_state_are_torchs_there_and_back(name: str, decay: float)
         np.testing.assert_array_equal(back.read_slot(slot, 3, 11, np.ones(8)), whole[3:11])
     opt.load_state_dict(found)
     opt.step()
+
+
+@pytest.mark.skipif(not hasattr(T, "Muon"), reason="torch < 2.9")
+@pytest.mark.parametrize("shape", [(12, 3), (3, 12), (5, 5)])
+def test_muon_of_the_examples_is_torchs(shape: tuple[int, int]) -> None:
+    """The outputs of a layer come first in torch's matrix, whose iteration has 16 bits."""
+    weight, given = torch.nn.Parameter(torch.zeros(shape)), {"lr": 0.1, "weight_decay": 0.1}
+    opt, axes = T.Muon([weight], **given), (lambda g: g, np.transpose)
+    found = [[turned(np.zeros(shape)) for _ in range(2)] for turned in axes]
+    for step in range(1, 4):
+        weight.grad = torch.randn(shape, generator=torch.Generator().manual_seed(step))
+        opt.step()
+        for k, turned in enumerate(axes):
+            w, m = found[k]
+            muon, grad = Muon(**given, outputs=k), turned(weight.grad.double().numpy())
+            w, m, _ = muon.update("w", w, grad, m, 0 * w, t=step, lr=0.1)
+            found[k] = [w, m]
+            theirs = weight.detach().numpy()
+            assert np.linalg.norm(turned(w) - theirs) < 0.1 * np.linalg.norm(theirs)
 
 
 # Read as a rule ------------------------------------------------------------------------------
