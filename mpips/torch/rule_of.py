@@ -1,6 +1,7 @@
 """Update rule and groups of an optimizer of PyTorch."""
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import filter as matching
 from functools import partial
@@ -17,6 +18,7 @@ MakeOptimizer: TypeAlias = Callable[[Iterable[torch.nn.Parameter]], torch.optim.
 PER_GROUP = {"lr", "weight_decay"}
 FREE = {*PER_GROUP, *SPEED}  # arguments that may differ from those of the servers' rule
 SPECIAL = str.maketrans("[:;", "???")  # letters that a pattern does not have as themselves
+WILD = {*"*?"}
 
 
 def read_optimizer(make: MakeOptimizer, model: torch.nn.Module) -> tuple[Optimizer, list[Group]]:
@@ -103,13 +105,19 @@ def _groups(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[Gr
 
 def _patterns(names: Sequence[str], everywhere: Sequence[str]) -> list[str]:
     """Return few patterns that match all of `names`, and no other name of `everywhere`."""
+    matches = defaultdict[str, set[str]](set)
+    for name in everywhere:
+        for pattern in _candidates(name):
+            matches[pattern].add(name)
+    for pattern in matches:
+        if WILD & {*pattern.removeprefix("*.").removesuffix(".*")}:  # it may match other names too
+            matches[pattern] = {*matching(everywhere, pattern)}
+    exact = [pattern for pattern, found in matches.items() if found <= {*names}]
     missing, patterns = {*names}, list[str]()
-    while missing:
-        candidates = sorted({pattern for name in missing for pattern in _candidates(name)})
-        matches = {pattern: {*matching(everywhere, pattern)} for pattern in candidates}
-        exact = [pattern for pattern in candidates if matches[pattern] <= {*names}]
-        patterns.append(max(exact, key=lambda pattern: len(matches[pattern] & missing)))
-        missing -= matches[patterns[-1]]
+    for pattern in sorted(exact, key=lambda pattern: (-len(matches[pattern]), pattern)):
+        if missing & matches[pattern]:
+            patterns.append(pattern)
+            missing -= matches[pattern]
     return patterns
 
 
@@ -117,7 +125,8 @@ def _candidates(name: str) -> list[str]:
     """Return patterns that match a name: itself, its last part, and its prefixes."""
     parts = name.split(".")
     prefixes = [".".join(parts[:k]) + ".*" for k in range(1, len(parts))]
-    return [p.translate(SPECIAL) for p in (name, f"*.{parts[-1]}", *prefixes)]
+    suffix = [f"*.{parts[-1]}"] if prefixes else []
+    return [p.translate(SPECIAL) for p in (name, *suffix, *prefixes)]
 
 
 def _class(make: Any) -> type:

@@ -1,5 +1,6 @@
 """Optimizers of torch: the rule that equals each, its state there and back, and the run's own."""
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import partial
@@ -19,7 +20,7 @@ from mpips.config import Config  # noqa: E402
 from mpips.errors import UserError  # noqa: E402
 from mpips.layout import Layout  # noqa: E402
 from mpips.optim import RULES, make_rule  # noqa: E402
-from mpips.torch.rule_of import read_optimizer  # noqa: E402
+from mpips.torch.rule_of import _patterns, read_optimizer  # noqa: E402
 from mpips.torch.state import KINDS, TorchState, torch_optimizer  # noqa: E402
 
 TRAINED = Layout.of({"a": (2, 3), "b": (4,)})
@@ -135,6 +136,17 @@ def test_groups_of_an_optimizer_become_patterns() -> None:
     model.requires_grad_(False)
     model[2].bias.requires_grad_(True)
     assert read_optimizer(decayed, model)[1] == [mpips.Group("*.bias", weight_decay=0.0)]
+
+
+def test_the_patterns_of_a_deep_model_are_found_at_once() -> None:
+    """Each norm has a pattern of its own, beside one of all biases."""
+    parts = ("norm.weight", "norm.bias", "mix.weight", "mix.bias")
+    names = [f"layers.{k}.{part}" for k in range(1000) for part in parts]
+    flat = [name for name in names if not name.endswith("mix.weight")]
+    start = time.perf_counter()
+    found = _patterns(flat, names)
+    assert time.perf_counter() - start < 5
+    assert found == ["*.bias", *sorted(f"layers.{k}.norm.*" for k in range(1000))]
 
 
 def test_a_name_may_have_letters_that_patterns_use() -> None:
