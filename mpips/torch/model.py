@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from mpips.config.groups import Group
@@ -20,6 +21,7 @@ from mpips.errors import UserError
 from mpips.problems.base import Arrays
 from mpips.torch.copies import Copies
 from mpips.torch.embedding import RowsModule
+from mpips.torch.processes import seed_generators
 
 SPARSE = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 NORMS = torch.nn.modules.batchnorm._NormBase  # normalization with running means
@@ -51,6 +53,9 @@ def make_model(
     if not trained and not any(isinstance(module, RowsModule) for module in model.modules()):
         raise UserError("a model without a parameter that requires a gradient", "at least one")
     for name, parameter in trained.items():
+        if is_lazy(parameter):
+            got = f"parameter {name!r} of a lazy module, without a shape"
+            raise UserError(got, "a shape", "call the module once in model=, with a batch of zeros")
         if parameter.device.type != "cpu":
             got = f"parameter {name!r} on {parameter.device}"
             remedy = "leave out .to(device): a worker moves it, by worker.to(device)"
@@ -73,9 +78,7 @@ def make_model(
 def _seeded(seed: int) -> Iterator[None]:
     """Seed random numbers within the block; those of NumPy and Python go on behind it."""
     before, of_numpy = random.getstate(), np.random.get_state()
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(int(seed) % 2**32)
+    seed_generators(seed, seed, seed)
     try:
         yield
     finally:
@@ -110,9 +113,27 @@ def tensors_by_name(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
+def place_of(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
+    """Return the module that has a parameter or buffer, and the name that it has there."""
+    owner, _, last = name.rpartition(".")
+    return model.get_submodule(owner), last
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is an array of numbers: not sparse, quantized or on meta."""
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta)
+
+
 def needs_copy(tensor: torch.Tensor) -> bool:
     """Return whether a tensor cannot be a view of an array: it has 16 bits, or is on a device."""
     return tensor.dtype in HALVES or tensor.device.type != "cpu"
+
+
+def _copied(parameters: Sequence[torch.Tensor]) -> list[int]:
+    """Return the numbers of the parameters that need copies, or are narrower than the memory."""
+    doubles = any(p.dtype is torch.float64 for p in parameters)
+    narrow = torch.float32 if doubles else None
+    return [k for k, p in enumerate(parameters) if needs_copy(p) or p.dtype is narrow]
 
 
 class Initial(Mapping[str, np.ndarray]):
@@ -149,8 +170,7 @@ def _running(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the running means and variances of normalization, by name, shared ones once."""
     buffers = {}
     for name, buffer in model.named_buffers():
-        module = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(module, NORMS) and buffer.is_floating_point():
+        if isinstance(place_of(model, name)[0], NORMS) and buffer.is_floating_point():
             buffers[name] = buffer
     return buffers
 
@@ -168,7 +188,8 @@ def tensors_of(arrays: Arrays) -> list[torch.Tensor]:
 class Bound:
     """A model whose parameters move from one memory to another, without a copy.
 
-    Parameters that need copies (`needs_copy`) and their gradients are copied by `Copies`.
+    Parameters that need copies (`needs_copy`) and their gradients are copied by `Copies`. So are
+    those of 32 bits beside others of 64 bits, which is then the memory's dtype.
 
     Running means (`statistics_of`) are copied too, if the memory has them. The forward pass changes
     them; the decrease times `share` is pushed in place of their gradient.
@@ -206,7 +227,7 @@ class Bound:
         named = list(model.named_parameters())
         self.parameters, self.unmoved = {n: p for n, p in named if n in names}, True
         self._parameters = list(self.parameters.values())
-        self.copies = Copies({k: p for k, p in enumerate(self._parameters) if needs_copy(p)})
+        self.copies = Copies({k: self._parameters[k] for k in _copied(self._parameters)})
         self.frozen: tuple[str, ...] = ()
         self._others = {name: p for name, p in named if name not in names}
         self._tensors_by_id: dict[int, tuple[Arrays, list[torch.Tensor]]] = {}
@@ -280,8 +301,9 @@ class Bound:
             hook.remove()
 
     def _check_devices(self) -> None:
+        copied = _copied(self._parameters)
         for k, (name, parameter) in enumerate(self.parameters.items()):
-            if needs_copy(parameter) != (k in self.copies):
+            if (k in copied) != (k in self.copies):
                 got = f"parameter {name!r} of {parameter.dtype} on {parameter.device}"
                 expected = "a model that is as it was made"
                 raise UserError(got, expected, "move it by worker.to(device)")
@@ -298,6 +320,8 @@ class Bound:
     def _take(self, k: int, early: bool, parameter: torch.Tensor) -> None:
         """Make a parameter's gradient the buffer's view; later passes add to it in place."""
         self._notice()
+        if parameter.grad.is_sparse:  # as that of functional.embedding may be
+            parameter.grad = parameter.grad.to_dense()
         if k in self.copies:
             if early:
                 self.copies.begin(k)

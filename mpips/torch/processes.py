@@ -165,10 +165,14 @@ class Seeded:
         return self._dataset.__getitems__([number for _, number in samples])
 
     def _begin(self, sample: Sample) -> None:
-        words = np.random.SeedSequence((self._seed, *sample)).generate_state(3).tolist()
-        random.seed(words[0])
-        np.random.seed(words[1])
-        torch.default_generator.manual_seed(words[2])
+        seed_generators(*np.random.SeedSequence((self._seed, *sample)).generate_state(3).tolist())
+
+
+def seed_generators(python: int, numpy: int, pytorch: int) -> None:
+    """Seed the global generators of Python, NumPy (the legacy one) and PyTorch on the host."""
+    random.seed(python)
+    np.random.seed(numpy % 2**32)
+    torch.default_generator.manual_seed(pytorch)
 
 
 def _batches(requests: deque[list[Sample]]) -> Iterator[list[Sample]]:

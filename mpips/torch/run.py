@@ -1,5 +1,6 @@
 """`mpips.torch.run`: one run of a training loop of a PyTorch model."""
 
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +27,9 @@ from mpips.torch.model import (
     Initial,
     evaluating,
     for_numpy,
+    is_plain,
     make_model,
+    place_of,
     state_of,
     tensors_by_name,
     trained_parameters,
@@ -120,7 +123,7 @@ class TorchProgram(Program):
         callbacks: Sequence[Callback] = (),
     ) -> None:
         groups = _groups(options.get("groups", ()))
-        self.model = _make(model, options.get("seed", OPTIONS["seed"].default), groups)
+        self.model = _make(model, OPTIONS["seed"].check(options.get("seed", 0)), groups)
         self._source = Source()
         self._worker: Worker | None = None
         rule: Any = optimizer
@@ -141,8 +144,9 @@ class TorchProgram(Program):
         self.dtype = "float64" if torch.float64 in dtypes else "float32"
         self.statistics = tuple(initial.running)
         self.optimizer_state = optimizer_state
-        marks = [_mark(p) for name, p in self._parameters.items() if name not in trained]
-        self.same["checksum of frozen parameters"] = hash(tuple(marks))
+        frozen = [n for n, p in self._parameters.items() if n not in trained and is_plain(p)]
+        marks = tuple(check_sum(self.array(name)) for name in frozen)
+        self.same["checksum of frozen parameters"] = hash(marks)
         if optimizer_state is not None:
             self.same["optimizer_state"] = "given"
         self._buffers: dict[str, np.ndarray] = {}  # their means over the workers at the end
@@ -162,13 +166,18 @@ class TorchProgram(Program):
 
     def take(self, name: str, array: np.ndarray) -> None:
         """See `Model.take`; it may also be an array that is not trained."""
-        tensors = tensors_by_name(self.model)
-        if np.shape(array) != tuple(tensors[name].shape):  # a forward pass has changed a buffer
-            tensors[name].data = tensors[name].new_empty(np.shape(array))
+        owner, last = place_of(self.model, name)
+        tensor = getattr(owner, last)
+        if not is_plain(tensor):
+            given = isinstance(array, torch.Tensor)
+            setattr(owner, last, array.clone() if given else pickle.loads(array.tobytes()))
+            return
+        if np.shape(array) != tuple(tensor.shape):  # a forward pass has changed a buffer
+            tensor.data = tensor.new_empty(np.shape(array))
         with torch.no_grad():
-            tensors[name].copy_(torch.tensor(array) if isinstance(array, np.ndarray) else array)
+            tensor.copy_(torch.tensor(array) if isinstance(array, np.ndarray) else array)
         if name in self._initial.running:
-            self._initial.running[name] = for_numpy(tensors[name]).numpy().copy()
+            self._initial.running[name] = for_numpy(tensor).numpy().copy()
 
     def begin_with(self, start: Mapping[str, Any]) -> None:
         """See `Program.begin_with`; arrays that are not trained are optional.
@@ -211,12 +220,14 @@ class TorchProgram(Program):
         }
 
     def array(self, name: str) -> np.ndarray:
-        """See `Program.array`."""
-        return for_numpy(tensors_by_name(self.model)[name]).numpy()
+        """See `Program.array`; a tensor that is not plain has the bytes of its pickle."""
+        tensor = getattr(*place_of(self.model, name))
+        if not is_plain(tensor):
+            return np.frombuffer(pickle.dumps(tensor.detach().cpu()), "u1")
+        return for_numpy(tensor.resolve_conj()).numpy()
 
     def _marks_now(self) -> dict[str, int]:
-        marks = {name: _mark(tensor) for name, tensor in tensors_by_name(self.model).items()}
-        return marks | {name: check_sum(self.array(name)) for name in self.layout.names}
+        return {name: check_sum(self.array(name)) for name in tensors_by_name(self.model)}
 
     def make_worker(self, start: Start) -> Worker:
         """See `Program.make_worker`."""
@@ -230,17 +241,21 @@ class TorchProgram(Program):
             self._source.open(start.pull_saved)
 
     def finish(self, start: Start) -> None:
-        """Compute the means of the workers' buffers. Collective: yes."""
-        mine, means = None, dict[str, np.ndarray]()
-        if start.works:
-            buffers = self.model.named_buffers()
-            mine = {n: for_numpy(b).numpy() for n, b in buffers if _is_plain(b)}
+        """Compute the means of the workers' buffers. Collective: yes.
+
+        Buffers that are the same on all ranks, such as masks, are not sent.
+        """
+        names = [n for n, _ in self.model.named_buffers() if n not in self.statistics]
+        mine, root = {name: self.array(name) for name in names}, start.ranks.roles.coordinator
         if start.trains:
-            of_workers = [arrays for arrays in start.ranks.gather(mine) or () if arrays is not None]
-            for name in of_workers[0] if of_workers else ():
-                means[name] = _mean([arrays[name] for arrays in of_workers if name in arrays])
-            means = start.ranks.share(means, start.ranks.roles.coordinator)
-        self._buffers = start.share(means)
+            marks = {n: (a.shape, a.dtype.str, check_sum(a)) for n, a in mine.items()}
+            every = start.ranks.gather(marks) or ()
+            differ = {n for theirs in every if theirs for n, _ in theirs.items() ^ marks.items()}
+            for name in start.ranks.share(sorted(differ), root):
+                values = start.ranks.gather(mine.get(name) if start.works else None) or ()
+                mean = _mean([value for value in values if value is not None]) if values else None
+                mine[name] = start.ranks.share(mean, root)
+        self._buffers = start.share(mine)
 
     def samples(self, data: Any) -> TorchSamples:
         """See `Program.samples`."""
@@ -254,10 +269,10 @@ class TorchProgram(Program):
 
     def state_dict(self, params: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
         """Return the model's state dict at the end of the run."""
-        for name, buffer in self.model.named_buffers():
-            if name in self._buffers:
-                mean = torch.from_numpy(self._buffers[name])
-                buffer.data = mean.to(buffer.device, buffer.dtype)
+        for name, _ in self.model.named_buffers():
+            mean = self._buffers.get(name)
+            if mean is not None and not np.array_equal(mean, self.array(name)):
+                self.take(name, mean)
         return state_of(self.model, params)
 
     def close(self) -> None:
@@ -275,17 +290,6 @@ def _mean(arrays: Sequence[np.ndarray]) -> np.ndarray:
     if first.dtype.kind != "f" or any(array.shape != first.shape for array in arrays):
         return first
     return np.asarray(np.mean(arrays, axis=0, dtype="f8"), first.dtype)  # float32 may overflow
-
-
-def _mark(tensor: torch.Tensor) -> int:
-    """Return a checksum of a tensor, which also shows changes of its ``data``."""
-    if not _is_plain(tensor):
-        return 0 if tensor.is_inference() else tensor._version
-    return check_sum(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta)
 
 
 def _groups(given: Any) -> Sequence[Group]:

@@ -76,7 +76,7 @@ class TorchSamples(Samples):
             return self._processes.read(), None
         if self._whole:
             numbers = torch.from_numpy(ids)
-            return tuple(t.index_select(0, numbers) for t in self._dataset.tensors), None
+            return [t.index_select(0, numbers) for t in self._dataset.tensors], None
         return (self._collate or default_collate)([self._dataset[k] for k in ids.tolist()]), None
 
 
