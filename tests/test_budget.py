@@ -11,8 +11,8 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39647
-TESTS = 37719  # all lines of tests and of their helpers, likewise
+TOTAL = 39744
+TESTS = 37845  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 69,
@@ -29,7 +29,7 @@ BUDGET = {
     "launch": 2341,
     "layout": 433,
     "library": 1657,
-    "lightning": 711,
+    "lightning": 777,
     "mpi": 1802,
     "optim": 971,
     "planning": 2508,
@@ -41,7 +41,7 @@ BUDGET = {
     "strategies": 429,
     "tables": 1482,
     "tools": 5667,
-    "torch": 1668,
+    "torch": 1699,
     "train.py": 85,
     "transport": 1652,
 }

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset
 
@@ -19,7 +20,8 @@ class Batches:
     Args:
         given: The DataLoader.
         fit: The run that trains on its samples.
-        limit: Lightning's limit of the batches in an epoch: a number of batches, or a share.
+        limit: Lightning's limit of the batches in an epoch: a number of batches, or a share. Each
+            epoch has the same samples: the first ones, or random ones if the loader shuffles.
 
     Raises:
         UserError: If mpips cannot read its samples, or not in its order.
@@ -34,7 +36,7 @@ class Batches:
             raise UserError(f"train_dataloader with {refused}", expected, remedy)
         self.shuffle = isinstance(given.sampler, RandomSampler)
         self._round_size = given.batch_size * fit.ranks.world_size()
-        batches = limit if isinstance(limit, int) else round(limit * len(self))
+        batches = limit if isinstance(limit, int) else int(limit * len(self))
         self._samples = min(len(given.dataset), batches * self._round_size)
 
     def __len__(self) -> int:
@@ -53,8 +55,13 @@ class Batches:
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `mpips.torch.Worker.loader`."""
         given, data = self._given, self._given.dataset
+        if self._samples < len(data):
+            order = torch.arange(len(data))
+            if self.shuffle:
+                order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))
+            data = Subset(data, order[: self._samples].tolist())
         arguments = {
-            "dataset": data if self._samples == len(data) else Subset(data, range(self._samples)),
+            "dataset": data,
             "batch_size": given.batch_size,
             "collate_fn": given.collate_fn,
             "num_workers": given.num_workers,

@@ -5,13 +5,16 @@ a worker knows only after its push whether the batch was its last one.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
     GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -23,7 +26,10 @@ from mpips.errors import UserError
 from mpips.lightning.loader import Batches
 from mpips.lightning.ranks import Ranks
 
+AVERAGES = (StochasticWeightAveraging, WeightAveraging)
+SETTERS = (*AVERAGES, BatchSizeFinder, LearningRateFinder, ModelPruning)
 BY_UPDATES = "any"  # interval of a scheduler that Lightning does not step
+LOCAL = ("local_sgd", "easgd")  # modes whose workers make steps of their own
 
 
 def check(trainer: Trainer) -> None:
@@ -45,9 +51,10 @@ def check(trainer: Trainer) -> None:
         got, remedy = "a GradientAccumulationScheduler", "Trainer(accumulate_grad_batches=)"
         raise UserError(got, "as many batches a step in the whole run", remedy)
     for one in trainer.callbacks:
-        if isinstance(one, (StochasticWeightAveraging, WeightAveraging)):
-            got, remedy = f"a {type(one).__name__}, which sets parameters", "give Strategy(ema=)"
-            raise UserError(got, "none: the run alone sets them", remedy)
+        if isinstance(one, SETTERS):
+            got, averages = f"a {type(one).__name__}", isinstance(one, AVERAGES)
+            remedy = "give Strategy(ema=)" if averages else "use it in a program of one process"
+            raise UserError(f"{got}, which sets parameters", "none: the run does it", remedy)
     if getattr(trainer.strategy, "_layer_sync", None) is not None:
         raise UserError("sync_batchnorm=True", "False: only running means are shared")
     if trainer.reload_dataloaders_every_n_epochs:
@@ -65,7 +72,7 @@ def options_of(trainer: Trainer) -> dict[str, Any]:
 
 def _counts_steps(trainer: Trainer, config: Config) -> bool:
     """Return whether the run counts `max_steps`; Lightning does in rounds of several steps."""
-    return trainer.max_steps != -1 and config.mode not in ("local_sgd", "easgd")
+    return trainer.max_steps != -1 and config.mode not in LOCAL
 
 
 def _steps(trainer: Trainer) -> bool:
@@ -78,41 +85,48 @@ def _clips(trainer: Trainer) -> bool:
     return bool(is_overridden("configure_gradient_clipping", trainer.lightning_module))
 
 
-def saved(
-    trainer: Trainer, config: Config, resumes: bool
-) -> tuple[Mapping[str, Any] | None, dict[str, Any]]:
-    """Return the initial optimizer state, and an option with the remaining epochs or steps.
+def optimizer_state(checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the state of the optimizer in a checkpoint of Lightning; None if it has none."""
+    states = checkpoint.get("optimizer_states") or [{}]
+    return states[0] if states[0].get("state") else None
 
-    They are from the checkpoint of `Trainer.fit(ckpt_path=)`, unless a run of mpips `resumes`,
-    which has its own.
+
+def remaining(
+    trainer: Trainer, config: Config, checkpoint: Mapping[str, Any], resumes: bool
+) -> dict[str, int]:
+    """Return the run's option ``epochs`` or ``steps``: those that the Trainer has still to make.
+
+    It has made those of the checkpoint that it begins with, or else of an earlier fit. A run of
+    mpips that `resumes` counts its own.
 
     Raises:
         UserError: If none is left: Lightning would not begin a loop, and servers would wait.
     """
-    steps, state = trainer.max_steps != -1, None
-    total = trainer.max_steps if steps else trainer.fit_loop.max_epochs
-    progress = trainer.fit_loop.epoch_progress.current  # of an earlier fit
-    done = 0 if resumes or steps else progress.processed
-    checkpoint = trainer._checkpoint_connector._loaded_checkpoint
-    if checkpoint and not resumes:
-        states = checkpoint.get("optimizer_states") or [{}]
-        state = states[0] if states[0].get("state") else None
-        progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
-        done = checkpoint["global_step"] if steps else progress["processed"]
-    what = "steps" if steps else "epochs"
-    if -1 < total <= done:
-        got = f"fit() of max_{what}={total}, behind {done} {what}"
+    by_steps, loop = trainer.max_steps != -1, trainer.fit_loop
+    what, limit = ("steps", trainer.max_steps) if by_steps else ("epochs", loop.max_epochs)
+    if resumes:
+        made = 0
+    elif checkpoint:
+        epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+        made = checkpoint["global_step"] if by_steps else epochs
+    else:
+        made = trainer.global_step if by_steps else loop.epoch_progress.current.processed
+    if limit == -1:
+        return {}
+    if limit <= made:
+        got = f"fit() of max_{what}={limit}, behind {made} {what}"
         raise UserError(got, f"{what} that are left", "give the Trainer more of them")
-    counted = total != -1 and (not steps or _counts_steps(trainer, config))
-    return state, {what: total - done} if counted else {}
+    return {what: limit - made} if not by_steps or _counts_steps(trainer, config) else {}
 
 
 def train_batches(trainer: Trainer) -> Batches:
     """Return the training batches of a Trainer.
 
     Raises:
-        UserError: If it has several loaders.
+        UserError: If it has several loaders, or no batch.
     """
+    if trainer.limit_train_batches == 0:
+        raise UserError("fit() with limit_train_batches=0", "batches to train on")
     loaders = trainer.fit_loop._combined_loader.flattened
     if len(loaders) != 1:
         got, remedy = f"{len(loaders)} train_dataloaders", "make one dataset of them"
@@ -146,6 +160,23 @@ def look_ahead(trainer: Trainer, passed: bool) -> None:
         loop.max_batches = loop.epoch_loop.batch_progress.current.ready + 2
 
 
+def count(trainer: Trainer, steps: int) -> None:
+    """Count the steps of a push: also one that ends an epoch, and has fewer batches than others."""
+    loop = trainer.fit_loop.epoch_loop
+    counted = int(loop._accumulated_batches_reached())  # by Lightning
+    loop.automatic_optimization.optim_progress.optimizer.step.increment_by(steps - counted)
+
+
+def in_batch(trainer: Trainer) -> bool:
+    """Return whether a Trainer is at a batch, or at a validation behind some batches of an epoch.
+
+    Otherwise it is at the end of an epoch, to which all workers come.
+    """
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current
+    validates = trainer.validating and trainer.val_check_batch != math.inf
+    return bool(batches.completed < batches.ready or validates)
+
+
 def go_on(trainer: Trainer, epoch: int, steps: int) -> None:
     """Set a Trainer to an epoch of a resumed run, after a number of steps."""
     loop = trainer.fit_loop
@@ -158,8 +189,8 @@ def go_on(trainer: Trainer, epoch: int, steps: int) -> None:
     loop.epoch_loop.reset_restart_stage()
     for config in trainer.lr_scheduler_configs if _steps(trainer) else ():
         if config.interval == "epoch" and not config.reduce_on_plateau:  # which needs metrics
-            while _count(config) < epoch // config.frequency:
-                config.scheduler.step()
+            for _ in range(_count(config), epoch // config.frequency):
+                trainer.lightning_module.lr_scheduler_step(config.scheduler, None)
 
 
 def end(trainer: Trainer) -> None:
@@ -179,23 +210,30 @@ class Schedules:
     """Schedulers that count steps.
 
     Args:
-        configs: All schedulers, at the beginning of the run.
-        resumes: Whether a resumed run has counted their steps already.
+        trainer: The Trainer, at the beginning of the run.
+        resumes: Whether a resumed run has made steps with them already.
     """
 
-    def __init__(self, configs: Iterable[LRSchedulerConfig], resumes: bool) -> None:
-        counted = [config for config in configs if config.interval == BY_UPDATES]
-        self._counted = [(config, 0 if resumes else _count(config)) for config in counted]
+    def __init__(self, trainer: Trainer, resumes: bool) -> None:
+        self._module = trainer.lightning_module
+        counted = [one for one in trainer.lr_scheduler_configs if one.interval == BY_UPDATES]
+        self._counted = [(one, _count(one) if resumes else 0) for one in counted]
 
     def step(self, steps: int) -> None:
-        """Step them up to a number of steps of the run, a worker's share of the updates."""
-        for config, before in self._counted:
-            while _count(config) - before < steps // config.frequency:
-                config.scheduler.step()
+        """Step them up to a number of steps of the run."""
+        for k, (config, made) in enumerate(self._counted):
+            due = max(made, steps // config.frequency)
+            for _ in range(made, due):
+                self._module.lr_scheduler_step(config.scheduler, None)
+            self._counted[k] = config, due
 
 
 def _count(config: LRSchedulerConfig) -> int:
-    return int(config.scheduler.last_epoch)
+    """Return how often a scheduler has stepped; a chain of schedulers does not know it itself."""
+    scheduler = config.scheduler
+    while not hasattr(scheduler, "last_epoch") and hasattr(scheduler, "_schedulers"):
+        scheduler = scheduler._schedulers[0]
+    return int(getattr(scheduler, "last_epoch", 0))
 
 
 def share_outcome(trainer: Trainer, ranks: Ranks) -> None:
@@ -206,11 +244,14 @@ def share_outcome(trainer: Trainer, ranks: Ranks) -> None:
     Collective: yes.
     """
     loop = trainer.fit_loop
-    step = loop.epoch_loop.automatic_optimization.optim_progress
+    progress = (
+        loop.epoch_loop.automatic_optimization.optim_progress,
+        loop.epoch_loop.manual_optimization.optim_step_progress,
+    )
     every = ranks.gather(loop.epoch_progress.state_dict(), everywhere=True)
     loop.epoch_progress.load_state_dict(max(every, key=lambda one: one["current"]["processed"]))
     states = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
-    mine = states, dict(trainer.callback_metrics), step.state_dict()
+    mine = states, dict(trainer.callback_metrics), [each.state_dict() for each in progress]
     states, metrics, steps = ranks.share(mine)
     if ranks.global_rank() == 0:
         return
@@ -218,5 +259,5 @@ def share_outcome(trainer: Trainer, ranks: Ranks) -> None:
     for callback in trainer.callbacks:
         if states.get(callback.state_key):
             callback.load_state_dict(states[callback.state_key])
-    if not ranks.works:
-        step.load_state_dict(steps)
+    for each, state in zip(progress, steps, strict=True):
+        each.load_state_dict(state)

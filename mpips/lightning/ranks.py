@@ -16,6 +16,7 @@ from mpips.mpi.collective_errors import raise_on_all
 from mpips.mpi.collectives import broadcast_polled, cluster_subset, gather_polled
 from mpips.mpi.start import whole_world
 from mpips.session.setup import assign_roles
+from mpips.torch.model import is_plain, place_of
 
 if TYPE_CHECKING:
     from mpips.lightning.run import Fit
@@ -83,7 +84,10 @@ class Ranks(ClusterEnvironment):
             for name, _ in every[0].items() ^ theirs.items():
                 got = f"{name!r} of shape {theirs.get(name)} in the model on rank {rank}"
                 raise UserError(got, f"{every[0].get(name)}, as on rank 0")
-        for tensor in named.values():
+        for name, tensor in named.items():
+            if not is_plain(tensor):
+                setattr(*place_of(module, name), self.share(tensor))
+                continue
             flat = tensor.detach().contiguous().reshape(-1).clone()
             array = flat.view(torch.uint8).numpy()
             broadcast_polled(self.cluster.comm, array, self.order[0], self.cluster.wait_request)
@@ -151,9 +155,14 @@ class Collectives:
         return torch.device("cpu")
 
     @property
+    def apart(self) -> bool:
+        """Whether some workers are not at this point, for want of a batch in a round."""
+        return self._fit.in_uneven_round
+
+    @property
     def shares(self) -> bool:
         """Whether workers wait for each other at this point."""
-        alone = not self.ranks.config.in_rounds or self._fit.in_uneven_round
+        alone = not self.ranks.config.in_rounds or self.apart
         return self.ranks.works and not (self.trains and alone)
 
     def gather(self, value: Any) -> list[Any]:

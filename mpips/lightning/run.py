@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mpips.errors import UserError
 from mpips.library.run import Running, running
 from mpips.library.start import limit_of
 from mpips.lightning.loader import Batches
@@ -70,6 +71,8 @@ class Fit:
         batches: The training batches; None before the loader is known.
         opened: Called when a pass begins.
         closed: Called behind a pass, if the run has ended.
+        apart: Whether the round of this worker's batch, that of its next one, or one between them
+            has more batches for some workers than for others.
     """
 
     def __init__(self, ranks: Ranks, options: Mapping[str, Any]) -> None:
@@ -78,7 +81,9 @@ class Fit:
         self.batches: Batches | None = None
         self.opened: Callable[[], object] = lambda: None
         self.closed: Callable[[], object] = lambda: None
+        self.apart = False
         self._waiting: int | None = None  # an epoch that has begun, but whose pass has not
+        self._round = 0, False  # of the batch: updates before it, and whether it is uneven
         self._run: Running[LightningProgram]
         self.rates: Rates
         self._passes: Iterator[int]
@@ -142,16 +147,38 @@ class Fit:
 
     def next_pass(self) -> Iterator[Any]:
         """Yield this worker's batches of the next epoch; none after the end of the run."""
-        assert self.worker is not None, "only workers train"
+        worker = self.working()
         if self._waiting is not None or self.begin_epoch() is not None:
             self._waiting = None
             self.opened()
-            yield from self._loader
-        if self.worker.ended is not None:
+            for batch in self._loader:
+                self.apart = self.in_uneven_round
+                yield batch
+        if worker.ended is not None:
             self.closed()
+
+    def look_ahead(self) -> Worker:
+        """Wait for this worker's next batch, after a push; returns the worker."""
+        worker = self.working()
+        worker.passed  # noqa: B018  # waits
+        (before, uneven), self._round = self._round, (worker.updates, self.in_uneven_round)
+        self.apart = uneven or self._round[1] or worker.updates > before + 1
+        return worker
+
+    def working(self) -> Worker:
+        """Return the worker.
+
+        Raises:
+            UserError: If the run has not begun.
+        """
+        if self.worker is None:
+            got, expected = "a loop of Fabric without a run", "fabric.setup(model, optimizer) and"
+            raise UserError(got, f"{expected} fabric.setup_dataloaders(loader) before it")
+        return self.worker
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Push the gradients, after a call of `closure`; returns the result of `closure`."""
+        self.working()
         self.rates.set()
         outcome = self.rates.ours.step(closure)
         self.rates.stepped()

@@ -57,7 +57,6 @@ class Strategy(Collectives, ParallelStrategy):
     """
 
     strategy_name = "mpips"
-    handles_gradient_accumulation = True
 
     def __init__(self, mode: str = "async", **options: Any) -> None:
         for name in options.keys() & ELSEWHERE.keys():
@@ -68,13 +67,25 @@ class Strategy(Collectives, ParallelStrategy):
         self.result: Result | None = None
         self._fit = Fit(self.ranks, self._options)
         self._stack = ExitStack()
-        self._schedules = progress.Schedules((), False)
+        self._resumes = bool(options.get("resume"))
+        self._schedules: progress.Schedules
 
     def _configure_launcher(self) -> None:
         self._launcher = Launcher(self)
 
     def model_to_device(self) -> None:
         """Do nothing: the module stays on its device."""
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """Whether a push may be of a part of a step; behind the last batch its step is complete."""
+        return not self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+
+    @property
+    def apart(self) -> bool:
+        """See `Collectives`."""
+        at_batch = progress.in_batch(self.lightning_module.trainer)
+        return self._fit.apart if at_batch else self._fit.in_uneven_round
 
     @property
     def is_distributed(self) -> bool:
@@ -105,10 +116,10 @@ class Strategy(Collectives, ParallelStrategy):
         progress.take_schedulers(trainer)
         trainer.fit_loop.setup_data()
         self._fit.batches = progress.train_batches(trainer)
-        resumes = bool(self._options.get("resume"))
-        more = progress.options_of(trainer)
-        state, rest = progress.saved(trainer, self.ranks.config, resumes)
-        self._fit.begin(self._stack, self.lightning_module, optimizer, more | rest, state)
+        loaded = {} if self._resumes else trainer._checkpoint_connector._loaded_checkpoint
+        rest = progress.remaining(trainer, self.ranks.config, loaded, self._resumes)
+        more, state = progress.options_of(trainer) | rest, progress.optimizer_state(loaded)
+        self._fit.begin(self._stack, self.lightning_module, optimizer, more, state)
         self.begins = False
         if self._fit.worker is None:
             raise _Served
@@ -120,14 +131,12 @@ class Strategy(Collectives, ParallelStrategy):
         self._fit.closed = lambda: progress.end(trainer)
         signals.install()  # again, as Lightning handles SIGTERM without a saved end
         progress.take_limits(trainer, self.ranks.config)
-        resumes = bool(self._options.get("resume"))
-        self._schedules = progress.Schedules(self.lr_scheduler_configs, resumes)
-        epoch, worker, rates = self._fit.begin_epoch(), self._fit.worker, self._fit.rates
-        assert worker is not None, "only workers train"
+        self._schedules = progress.Schedules(trainer, self._resumes)
+        epoch, rates = self._fit.begin_epoch(), self._fit.rates
         rates.given.state.clear()  # state of a checkpoint, which the servers have
         rates.stepped()  # other workers may have stepped, or this one before a stop
-        if resumes:
-            progress.go_on(trainer, epoch or 0, worker.steps)
+        if self._resumes:
+            progress.go_on(trainer, epoch or 0, self._fit.working().steps)
         self._look_ahead()
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -144,19 +153,22 @@ class Strategy(Collectives, ParallelStrategy):
 
         Collective and blocking: as `mpips.Worker.push`.
         """
+        worker = self._fit.working()
+        before = worker.steps
         outcome = super().optimizer_step(Pushing(self._fit), closure, model, **kwargs)
+        progress.count(self.lightning_module.trainer, worker.steps - before)
         self._look_ahead()
         return outcome
 
     def _look_ahead(self) -> None:
         """Update Lightning's progress once the next batch has arrived."""
-        trainer, worker = self.lightning_module.trainer, self._fit.worker
-        assert worker is not None, "only workers train"
+        trainer, worker = self.lightning_module.trainer, self._fit.look_ahead()
         progress.look_ahead(trainer, worker.passed)
         if worker.ended is not None:
             progress.end(trainer)
-        each = 1 if self.ranks.config.in_rounds else self.world_size
-        self._schedules.step(worker.updates // each)
+        mode, updates = self.ranks.config.mode, worker.updates
+        share = updates // self.world_size if mode in ("async", "ssp") else updates
+        self._schedules.step(worker.steps if mode in progress.LOCAL else share)
 
     def on_train_end(self) -> None:
         """Stop the run, if Lightning has ended its loop first."""

@@ -169,8 +169,9 @@ class TorchProgram(Program):
         owner, last = place_of(self.model, name)
         tensor = getattr(owner, last)
         if not is_plain(tensor):
-            given = isinstance(array, torch.Tensor)
-            setattr(owner, last, array.clone() if given else pickle.loads(array.tobytes()))
+            given: Any = array  # by `init_from` a tensor
+            is_tensor = isinstance(given, torch.Tensor)
+            setattr(owner, last, given.clone() if is_tensor else pickle.loads(given.tobytes()))
             return
         if np.shape(array) != tuple(tensor.shape):  # a forward pass has changed a buffer
             tensor.data = tensor.new_empty(np.shape(array))

@@ -16,6 +16,7 @@ import torchmetrics
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     LambdaCallback,
+    LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
@@ -23,6 +24,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from mpi4py import MPI
 from torch import nn
 from torch.nn import functional as F
+from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import mpips.lightning
@@ -321,12 +323,56 @@ def check_plateau(folder: Path) -> None:
         assert trainer.current_epoch == epochs
 
 
+class Chained(Classes):
+    """Steps a chain of schedulers by a hook of its own; has a sparse buffer."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(9)
+        self.register_buffer("graph", (rank * torch.eye(2)).to_sparse())
+        self.stepped = 0
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        parts = [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+        schedule = lr_scheduler.ChainedScheduler(parts)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.stepped += 1
+        super().lr_scheduler_step(scheduler, metric)
+
+
+def check_steps(folder: Path) -> None:
+    """Steps of two batches, of a share of the data: a schedule counts them in each mode.
+
+    A worker has 3 of its 5 batches, so that an epoch's second step has one batch alone.
+    """
+    for mode in ("sync", "local_sgd"):
+        notes, module = Notes(), Chained(WORLD.rank)
+        more = {"limit_train_batches": 0.7, "accumulate_grad_batches": 2, "callbacks": [notes]}
+        trainer = make(mode, folder / f"stepped-{mode}", **more)
+        trainer.fit(module, shuffled())
+        assert trainer.global_step == module.stepped == 2 * EPOCHS, mode
+        samples = {sample for _, sample in gathered(notes.samples)}
+        assert len(samples) == 3 * SIZE * WORLD.size
+        assert max(samples) >= len(samples), "they are random ones"
+        assert alike(module.graph.to_dense().numpy())
+    trainer = make("sync", folder / "more", max_epochs=-1, max_steps=3)
+    for steps in (3, 7):
+        trainer.fit_loop.epoch_loop.max_steps = steps
+        trainer.fit(Classes(9), shuffled())
+        assert trainer.global_step == steps
+        WORLD.barrier()
+        if WORLD.rank == 0:
+            (folder / "more").rename(folder / f"more-{steps}")
+        WORLD.barrier()
+
+
 def check_uneven(folder: Path) -> None:
     """In an epoch's last round some workers have fewer batches, or none: nobody waits for them."""
-    saves = ModelCheckpoint(folder / "uneven", every_n_train_steps=1)
-    for count, batches, others in ((6 * WORLD.size + 1, 1, [saves]), (9 * WORLD.size + 1, 2, [])):
-        notes = Notes()
-        more = {"callbacks": [notes, *others], "accumulate_grad_batches": batches}
+    for count, batches in ((6 * WORLD.size + 1, 1), (9 * WORLD.size + 1, 2)):
+        notes, saves = Notes(), ModelCheckpoint(folder / "uneven", every_n_train_steps=batches)
+        more = {"callbacks": [notes, saves], "accumulate_grad_batches": batches}
         trainer = make("sync", folder / f"uneven-{batches}", **more)
         trainer.fit(Classes(1000), DataLoader(first(count), 3), DataLoader(DATA, 64))
         assert gathered(notes.samples) == every(EPOCHS, count)
@@ -361,6 +407,8 @@ def check_refused(folder: Path) -> None:
         ("gradient_clip_algorithm='value'", Classes(9), loader, clipped),
         ("sync_batchnorm=True", Classes(9), loader, {"sync_batchnorm": True}),
         ("a StochasticWeightAveraging", Classes(9), loader, {"callbacks": [averages]}),
+        ("a LearningRateFinder", Classes(9), loader, {"callbacks": [LearningRateFinder()]}),
+        ("limit_train_batches=0", Classes(9), loader, {"limit_train_batches": 0}),
         ("precision='16-mixed'", Classes(9), loader, {"plugins": [scaled]}),
         ("epochs= to the strategy, expected it in Trainer(max_epochs=)", None, None, {"epochs": 3}),
         ("option 'server'", None, None, {"server": 1}),
@@ -421,6 +469,8 @@ def check_fabric(folder: Path) -> None:
         assert gathered(kept) == every(EPOCHS, len(data)), mode
         assert alike(weights(module))
         assert mode != "sync" or close(module, alone, 1e-12)
+    with pytest.raises(UserError, match="a loop of Fabric without a run"):
+        fabric.launch(lambda fabric: next(iter(fabric.setup_dataloaders(shuffled()))))
 
 
 def main(folder: Path) -> None:
@@ -428,7 +478,8 @@ def main(folder: Path) -> None:
     for mode in ("async", "sync", "local_sgd"):
         check_fit(mode, folder)
     for check in (
-        check_equal, check_ends, check_resumed, check_continued, check_plateau, check_uneven,
+        check_equal, check_ends, check_resumed, check_continued, check_plateau, check_steps,
+        check_uneven,
         check_refused, check_rates, check_precisions, check_fabric,
     ):  # fmt: skip
         check(folder)
