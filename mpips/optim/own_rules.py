@@ -21,7 +21,7 @@ returns for update t. The rules that come with mpips have the same loops
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import cache, cached_property
 from pathlib import Path
@@ -118,8 +118,25 @@ class OwnRule(Rule):
 
     @cached_property
     def constants(self) -> dict[str, float]:
-        """The rates of the step that are the same for all updates, by name."""
-        return _constants(self.own, self.rates)
+        """The rates of the step that are the same for all updates, by name.
+
+        Raises:
+            UserError: If the rule lacks one of them as an attribute, or it is not a finite number,
+                or ``rates`` does not return a mapping.
+        """
+        rates = self._rates(1, PROBE[1]) if self._rates else {}
+        if not isinstance(rates, Mapping):
+            got = f"rates of {self.kind.__name__} that returns {type(rates).__name__}"
+            raise UserError(got, 'numbers by name, such as {"rate": lr / (1 - self.beta**t)}')
+        found = {}
+        for name in (name for name in self.rates if name != RATE and name not in rates):
+            value = getattr(self.own, name, None)
+            if not isinstance(value, (int, float)) or not math.isfinite(value):
+                got = f"{name} in step of {self.kind.__name__}, which is {value!r} there"
+                remedy = f"give a default, as {name}: float = 1"
+                raise UserError(got, "a number of the class", remedy)
+            found[name] = float(value)
+        return found
 
     def scalars(self, step: int, lr: float) -> tuple[float, ...]:
         """See `Rule.scalars`."""
@@ -202,33 +219,6 @@ def _short_name(kind: Any) -> str:
     return f"{Path(file).name}:{name}"
 
 
-def _constants(own: Any, names: Iterable[str]) -> dict[str, float]:
-    """Return the rates of a step that are attributes of the rule, neither `lr` nor of ``rates``.
-
-    Args:
-        own: Instance of the user's class.
-        names: Names of all rates of the step.
-
-    Raises:
-        UserError: If the rule has no such attribute, or it is not a finite number, or ``rates``
-            does not return a mapping.
-    """
-    rates = own.rates(1, PROBE[1]) if hasattr(own, "rates") else {}
-    if not isinstance(rates, Mapping):
-        got = f"rates of {type(own).__name__} that returns {type(rates).__name__}"
-        raise UserError(got, 'numbers by name, such as {"rate": lr / (1 - self.beta**t)}')
-    found = {}
-    for name in names:
-        if name == RATE or name in rates:
-            continue
-        value = getattr(own, name, None)
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
-            got = f"{name} in step of {type(own).__name__}, which is {value!r} there"
-            raise UserError(got, "a number of the class", f"give a default, as {name}: float = 1")
-        found[name] = float(value)
-    return found
-
-
 # Rules of table rows ---------------------------------------------------------------------------
 
 
@@ -265,8 +255,9 @@ def make_own_row_rule(given: RowOptimizer) -> RowRule:
     """
     found = parse_rule(given.name, "optimizer")
     kind: Any = own_class(found.name)
-    numbers = {**found.numbers, **given.numbers}
+    numbers = {**given.numbers, **found.numbers}  # the text counts, as for dense parameters
     lr, decay = numbers.pop(RATE, None), numbers.pop("weight_decay", None)
+    lr = given.numbers.get(RATE, lr)
     for method in ("update", "rates"):
         if hasattr(kind, method):
             got = f"{kind.__name__} with {method}(..) as optimizer of a table"

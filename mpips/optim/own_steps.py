@@ -3,17 +3,19 @@
 import ast
 import builtins
 import inspect
-import textwrap
 from collections.abc import Mapping
 from functools import cache
 from types import FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
+
 from mpips.errors import UserError
 from mpips.kernels.compiled import Kernel
 from mpips.kernels.rule_loops import step as make_step
 
-REAL = "_real"  # variable in a prepared step: the type of the parameters
+# Names in a prepared step: the type of the parameters, and a number that makes it a float type.
+REAL, ZERO = "_real", "_zero"
 
 
 @cache
@@ -36,22 +38,27 @@ def step_of(kind: Any) -> Kernel:
     return _compilable(function)
 
 
-def _compilable(function: FunctionType, made: dict[FunctionType, Kernel] | None = None) -> Kernel:
+def _compilable(
+    function: FunctionType, made: dict[FunctionType, Kernel | None] | None = None
+) -> Kernel:
     """Rewrite a user's function, and all functions that it calls, so that a loop can call it.
 
     Every number in the function gets the type of the first argument, so no operand turns float32
-    into float64. The cache finds the machine code by the function's text, not by its file.
+    into float64; if that is an integer, such as an index, a float type. The cache finds the machine
+    code by the function's text, not by its file.
 
     Args:
         function: The function.
-        made: Functions rewritten so far that the step calls; None for the step itself.
+        made: Functions rewritten so far that the step calls, None for one that is being rewritten;
+            None for the step itself.
     """
     try:
         lines, first = inspect.getsourcelines(function)
     except OSError:
         got = f"{function.__name__} without source code"
         raise UserError(got, "a function in a file") from None
-    tree = ast.parse(textwrap.dedent("".join(lines)))
+    # Within a class, a block keeps lines that begin at column 0: comments, parts of a docstring.
+    tree = ast.parse("".join(["if True:\n" * lines[0][0].isspace(), *lines]))
     cells = (cell.cell_contents for cell in function.__closure__ or ())
     closure = dict(zip(function.__code__.co_freevars, cells, strict=True))
     outer = {**function.__globals__, **closure}
@@ -66,13 +73,14 @@ def _compilable(function: FunctionType, made: dict[FunctionType, Kernel] | None 
     found.args.defaults = []  # the loop passes all arguments
     _Numbers(outer, set(function.__code__.co_varnames)).visit(found)
     if arguments:
-        found.body.insert(0, ast.parse(f"{REAL} = type({arguments[0].arg})").body[0])
-    ast.increment_lineno(ast.fix_missing_locations(tree), first - 1)
+        found.body.insert(0, ast.parse(f"{REAL} = type({arguments[0].arg} + {ZERO})").body[0])
+    ast.increment_lineno(ast.fix_missing_locations(tree), first - 1 - lines[0][0].isspace())
     helpers = {} if made is None else made
     names = {
         name: _helper(outer[name], helpers)
         for name in {n.id for n in ast.walk(found) if isinstance(n, ast.Name)} & set(outer)
     }
+    names[ZERO] = np.float32(0)
     # Constants of the file are compiled in, so the function, the key of the cache, contains them.
     used = {k: v for k, v in names.items() if not callable(v) and not isinstance(v, ModuleType)}
     found.body.insert(0, ast.Expr(ast.Constant(repr(sorted(used.items())))))
@@ -85,7 +93,7 @@ def _compilable(function: FunctionType, made: dict[FunctionType, Kernel] | None 
 
 
 def _definition(function: FunctionType, tree: ast.Module) -> ast.FunctionDef:
-    found = next((node for node in tree.body if isinstance(node, ast.FunctionDef)), None)
+    found = next((node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)), None)
     if found is None:
         got = f"{function.__name__} of {function.__module__}, which is no def"
         raise UserError(got, "a function that def makes", "write def step(w, g, /, lr)")
@@ -95,14 +103,17 @@ def _definition(function: FunctionType, tree: ast.Module) -> ast.FunctionDef:
     return found
 
 
-def _helper(value: Any, made: dict[FunctionType, Kernel]) -> Any:
+def _helper(value: Any, made: dict[FunctionType, Kernel | None]) -> Any:
     """Return a value that a step uses; a user's function is rewritten for loops."""
     if not isinstance(value, FunctionType) or getattr(builtins, value.__name__, None) is value:
         return value
     if value.__module__.partition(".")[0] in ("numpy", "math", "numba"):
         return value
     if value not in made:
+        made[value] = None
         made[value] = _compilable(value, made)
+    elif made[value] is None:
+        raise UserError(f"{value.__name__}, which calls itself", "a loop", "write it with range")
     return made[value]
 
 
@@ -119,20 +130,18 @@ class _Numbers(ast.NodeTransformer):
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         """Convert a number to the parameters' type."""
-        return _real(node) if type(node.value) in (int, float) else node
+        return _converted(node.value, node)
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         """Replace the name of a constant of the file by its number."""
-        value = None if node.id in self._own else self._outer.get(node.id)
-        named = type(value) in (int, float) and isinstance(node.ctx, ast.Load)
-        return _real(ast.copy_location(ast.Constant(value), node)) if named else node
+        own = node.id in self._own or not isinstance(node.ctx, ast.Load)
+        return _converted(None if own else self._outer.get(node.id), node)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         """Replace a constant of a module, such as `math.pi`, by its number."""
         owner = self._outer.get(node.value.id) if isinstance(node.value, ast.Name) else None
         value = getattr(owner, node.attr, None) if isinstance(owner, ModuleType) else None
-        named = type(value) in (int, float)
-        return _real(ast.copy_location(ast.Constant(value), node)) if named else node
+        return _converted(value, node)
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         """Leave constant exponents as they are: an integer power compiles to multiplications."""
@@ -153,5 +162,9 @@ class _Numbers(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-def _real(node: ast.expr) -> ast.expr:
-    return ast.copy_location(ast.Call(ast.Name(REAL, ast.Load()), [node], []), node)
+def _converted(value: Any, node: ast.expr) -> ast.expr:
+    """Return a number as an expression of the parameters' type; `node` itself for other values."""
+    if type(value) not in (int, float):
+        return node
+    number = ast.copy_location(ast.Constant(value), node)
+    return ast.copy_location(ast.Call(ast.Name(REAL, ast.Load()), [number], []), node)

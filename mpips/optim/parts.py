@@ -90,6 +90,8 @@ def leaving_out(rule: Rule, frozen: Ranges, skipped: Mapping[Range, int]) -> Rul
     rest = list(rule.ranges) or [Part(0, sys.maxsize, rule, 1.0)]
     parts, left_out = list[Part](), set(frozen)
     for begin, end in sorted(left_out.union(array for array, count in skipped.items() if count)):
+        if begin == end:
+            continue
         while rest[0].end <= begin:
             _add(parts, rest.pop(0))
         part = rest[0]  # it contains the whole array

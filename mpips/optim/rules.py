@@ -274,15 +274,9 @@ class Lion(Rule):
     beta1: float = 0.9
     beta2: float = 0.999
 
-    @property
-    def rest1(self) -> float:
-        """Share of the gradient in the step."""
-        return 1 - self.beta1
-
-    @property
-    def rest2(self) -> float:
-        """Share of the gradient in m."""
-        return 1 - self.beta2
+    def scalars(self, step: int, lr: float) -> tuple[float, ...]:
+        """See `Rule.scalars`."""
+        return lr, self.beta1, self.beta2, 1 - self.beta1, 1 - self.beta2, self.weight_decay
 
 
 class Change(Rule):

@@ -127,6 +127,9 @@ def test_numbers_come_from_the_text_the_run_and_the_class() -> None:
     assert make_rule(by_text) == make_rule(f"{LION}: beta1=0.5")
     moved = Config(optimizer=f"elsewhere/lion_rule.py:Lion:beta1={HALF}")
     check_resume(Config(optimizer=LION), moved)
+    table = RowOptimizer(f"{LION}: weight_decay=0.1", {"lr": 0.5, "weight_decay": 0.2})
+    row_rule: Any = make_row_rule(table)
+    assert (row_rule.lr, row_rule.dense.weight_decay) == (0.5, 0.1), "as of dense parameters"
     with pytest.raises(UserError, match=r"on resume, expected .*:Lion' as in the saved run"):
         check_resume(Config(optimizer=LION), Config(optimizer="lion"))
 
@@ -163,6 +166,23 @@ def test_a_weight_decay_of_0_replaces_that_of_the_class(tmp_path: Path) -> None:
     assert make_row_rule(RowOptimizer(name, {"weight_decay": 0.0})).numbers(1.0) == (1.0, 0.0)
 
 
+HELPED = """def step(w, g, /, lr):
+        '''A step that a helper takes an index for;
+and whose docstring goes on at column 0.'''
+# as does a comment
+        for k in range(1):
+            g = halved(k, g)
+        return (w - lr * g,)
+def halved(k, x):
+    return x * 0.5 + k"""
+
+
+def test_numbers_beside_an_index_stay_what_they_are(tmp_path: Path) -> None:
+    rule = make_rule(own(tmp_path, HELPED))
+    rule.check("float32")
+    assert after_one(rule) == [0.5]
+
+
 def test_an_array_may_be_a_state_of_its_next_update(tmp_path: Path) -> None:
     body = "def update(self, name, w, g, a, b, /, t, lr): return w - lr * g, w, a"
     assert after_one(make_rule(own(tmp_path, body)).of_array("x", (2,)), 7, 8) == [0, 1, 7]
@@ -180,6 +200,7 @@ BAD = {
     "step = 3": "Own without step",
     "step = lambda w, g, /, lr: (w,)": "which is no def, expected a function that def makes",
     "def step(w, g, /, lr): return (f(w),)\ndef f(x, y=1): return x": "f with defaults, which a",
+    "def step(w, g, /, lr): return (f(w),)\ndef f(x): return f(x)": "f, which calls itself",
     "def step(w, g, /, rate): return (w,)\n    def rates(self, t, lr): return 3": "returns int",
     "def update(self, w, g, /, t, lr): return (w,)": r"expected update\(self, name, w, g, STATE..",
     "def update(self, name, w, g, m, /, t, lr): return w": r"returns no tuple, expected \(w, m\)",

@@ -49,6 +49,8 @@ def test_a_rule_has_no_part_for_what_is_left_alone() -> None:
     assert found.parts(2, 7) == [(6, 7, rule, 1.0)]
     assert found.slots == rule.slots
     assert leaving_out(rule, (A, B, C, D), {}).parts(0, 13) == []
+    groups = grouped(rule, LAYOUT, [Group("a", lr=1)], 1.0)
+    assert leaving_out(groups, ((13, 13),), {}).ranges == groups.ranges, "an empty array"
 
 
 def test_groups_stay_and_each_array_counts_for_itself() -> None:
