@@ -49,7 +49,7 @@ class _Compilation:
 
     @contextlib.contextmanager
     def alone(self, path: Path) -> Iterator[None]:
-        """Hold the lock within this block; without one if the file system has no locks."""
+        """Hold the lock within this block; without one if the file system lacks locks or room."""
         if self._lock is None:
             self._lock = self._wait(path)
         try:
@@ -58,9 +58,14 @@ class _Compilation:
             if not self._keeps:
                 self.release()
 
-    def _wait(self, path: Path) -> BinaryIO:
+    def _wait(self, path: Path) -> BinaryIO | None:
+        """Return the file once it is locked; None if it cannot be made, as on a full disk."""
+        try:
+            file = path.open("ab")
+        except OSError:
+            return None
         with contextlib.ExitStack() as stack:
-            file = stack.enter_context(path.open("ab"))
+            stack.enter_context(file)
             while not _locked(file):
                 self.tell()
                 time.sleep(LOCKED_S)
@@ -106,10 +111,8 @@ def _locked(file: BinaryIO) -> bool:
     """Try to lock a file. Returns False if another process has locked it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks: each process compiles for itself
-        return True
+    except OSError as error:  # a file system without locks: each process compiles for itself
+        return not isinstance(error, BlockingIOError)
     return True
 
 

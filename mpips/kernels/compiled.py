@@ -16,9 +16,9 @@ import functools
 import hashlib
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -204,14 +204,25 @@ def _source(name: str) -> bytes:
 @functools.cache
 def _code(loop: Kernel) -> bytes:
     """Return a digest of a loop's code, of its constants, and of all loops that it calls."""
-    code, known = loop.function.__code__, loop.function.__globals__
-    modules = [vars(m) for m in map(known.get, code.co_names) if isinstance(m, ModuleType)]
-    values = [(n, names[n]) for names in (known, *modules) for n in code.co_names if n in names]
+    codes, known = list(_nested(loop.function.__code__)), loop.function.__globals__
+    used = tuple(name for code in codes for name in code.co_names)
+    consts = tuple(v for code in codes for v in code.co_consts if not isinstance(v, CodeType))
+    modules = [vars(m) for m in map(known.get, used) if isinstance(m, ModuleType)]
+    values = [(n, names[n]) for names in (known, *modules) for n in used if n in names]
     called = [value for _, value in values if isinstance(value, Kernel)]
-    written = code.co_consts, code.co_names, [v for v in values if isinstance(v[1], CONSTANTS)]
+    written = consts, used, [v for v in values if isinstance(v[1], CONSTANTS)]
     options = str((sorted(loop.fastmath), loop.quick, loop.inlined, written)).encode()
-    parts = _source(code.co_filename), code.co_code, options, *map(_code, called)
+    text = b"".join(code.co_code for code in codes)
+    parts = _source(codes[0].co_filename), text, options, *map(_code, called)
     return hashlib.blake2b(b"".join(parts)).digest()
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    """Yield a function's code and that of all functions defined in it."""
+    yield code
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _nested(value)
 
 
 def _file(loop: Kernel, key: Key) -> str:
