@@ -21,16 +21,6 @@ if TYPE_CHECKING:  # the compiler of loops defines these names
 
 
 @kernel()
-def count_older(limit: int, count: int, seen: Vector) -> int:
-    """Return the number of lines, of the first `count`, that were last seen before `limit`."""
-    older = 0
-    for slot in range(count):
-        if np.int64(seen[slot]) < limit:
-            older += 1
-    return older
-
-
-@kernel()
 def evict(
     limit: int, header: Vector, keys: Vector, seen: Vector, lines: Matrix, stripes: Vector
 ) -> None:

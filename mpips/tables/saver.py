@@ -1,13 +1,11 @@
 """Checkpoints of an owner that has rows of tables beside its shard."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpips import checkpoint
-from mpips.checkpoint import RowSource, TableRows
-from mpips.kernels.vectors import all_finite
 from mpips.planning.job import Job
 from mpips.snapshot.saver import Answer, Files, ShardSaver
 
@@ -15,6 +13,10 @@ if TYPE_CHECKING:
     from mpips.tables.server import ServedTable, SnapshotTable
 
 MOST_LINKS = 16  # longest chain of checkpoints, whose files a resume reads and checks
+
+
+class NotFiniteError(Exception):
+    """A row of a snapshot is not finite."""
 
 
 class TableSaver(ShardSaver):
@@ -75,10 +77,9 @@ class TableSaver(ShardSaver):
             self._base = step
 
     def _write_files(self, folder: str, step: int, arrays: list[np.ndarray]) -> Files | None:
-        tables = {name: _CheckedRows(rows) for name, rows in self._rows.items()}
         try:  # rows first: until they are written, changing rows are queued in memory
-            record = checkpoint.write_rows(folder, self.number, step, tables, self._adds_to)
-        except _NotFiniteError:
+            record = checkpoint.write_rows(folder, self.number, step, self._rows, self._adds_to)
+        except NotFiniteError:
             return None
         written = super()._write_files(folder, step, arrays)
         return None if written is None else (*written, record)
@@ -88,20 +89,3 @@ class TableSaver(ShardSaver):
             rows.close()
         self._rows = {}
         super()._report(answer)
-
-
-class _NotFiniteError(Exception):
-    """A row is not finite."""
-
-
-class _CheckedRows:
-    """Rows that are checked as they are read; raises if one is not finite."""
-
-    def __init__(self, rows: RowSource) -> None:
-        self._rows, self.count = rows, rows.count
-
-    def pieces(self) -> Iterator[TableRows]:
-        for piece in self._rows.pieces():
-            if not all_finite(piece.params.reshape(-1)):
-                raise _NotFiniteError
-            yield piece

@@ -6,12 +6,12 @@ applies every push.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpips.checkpoint import Checkpoint, TableRows
+from mpips.kernels.vectors import all_finite
 from mpips.mpi.pages import LargePages
 from mpips.mpi.window import Field, Window
 from mpips.mpi.world import Cluster
@@ -20,7 +20,7 @@ from mpips.planning.tables import JobTable
 from mpips.ps.parts import BLOCK_BYTES
 from mpips.ps.shard import Server
 from mpips.tables.copy_on_write import CopyOnWriteRows
-from mpips.tables.saver import TableSaver
+from mpips.tables.saver import NotFiniteError, TableSaver
 from mpips.tables.shard import TableShard, row_fields
 from mpips.transport.push import Push
 from mpips.transport.remote_rows import Lets, RowReplies, ServedRows
@@ -37,8 +37,7 @@ def table_fields(
     table: JobTable, servers: int, server: int, dtype: str, most: int | None = None
 ) -> tuple[Field, ...]:
     """Return the fields of a server's segment for its rows of a table; see `row_fields`."""
-    fields = row_fields(table.owned_by(servers), server, table.rule, dtype, most)
-    return tuple(replace(field, sparse=True) for field in fields)
+    return row_fields(table.owned_by(servers), server, table.rule, dtype, most)
 
 
 class ServedTable:
@@ -150,9 +149,16 @@ class SnapshotTable:
         self._served, self._snapshot, self.count = served, snapshot, snapshot.count
 
     def pieces(self) -> Iterator[TableRows]:
-        """Yield the rows in pieces; iterate once."""
+        """Yield the rows in pieces; iterate once.
+
+        Raises:
+            NotFiniteError: If a row is not finite.
+        """
         for piece in self._snapshot.pieces():
-            yield self._served.named(*piece)
+            rows = self._served.named(*piece)
+            if not all_finite(rows.params.reshape(-1)):
+                raise NotFiniteError
+            yield rows
 
     def close(self) -> None:
         """Drop the rows that are not copied yet; may be called twice."""

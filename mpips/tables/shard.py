@@ -59,7 +59,7 @@ def row_fields(
         fields |= {"index": ("u4", (2 << size,)), "keys": ("u4", (count,))}
     if evicts:
         fields["seen"] = ("u4", (count,))
-    return tuple(Field(_name(ownership, part), *what) for part, what in fields.items())
+    return tuple(Field(_name(ownership, part), *what, sparse=True) for part, what in fields.items())
 
 
 def _name(ownership: Ownership, part: str) -> str:

@@ -81,7 +81,7 @@ class RowIndex:
             Number of evicted rows.
         """
         header, keys, before = self._header, self._keys, self.count
-        evicted = row_eviction.count_older(limit, before, seen)
+        evicted = int(np.count_nonzero(seen[:before] < max(0, limit)))
         if not evicted:
             return 0
         old, bits = self.in_use, bits_for(before - evicted)

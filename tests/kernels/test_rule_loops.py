@@ -1,12 +1,11 @@
 """Loops of an update rule that has a step of its own: each does what the step says."""
 
-from threading import Event, Thread
 from types import FunctionType
 
 import numpy as np
 import pytest
 
-from mpips.kernels import row_reads, rows
+from mpips.kernels import rows
 from mpips.kernels.compiled import Kernel
 from mpips.kernels.rule_loops import by_rows, dense, step, summed, undoable
 from mpips.kernels.vectors import addresses_of
@@ -75,32 +74,6 @@ def test_rows() -> None:
     rest = np.setdiff1d(np.arange(count), which)
     assert lines[rest].tobytes() == before[rest].tobytes()
     assert stripes[0] >> 32 == len(which) * rows.WRITING * 2 >> 32
-
-
-@pytest.mark.parametrize("how", ["put", "put_back"])
-def test_a_row_that_is_written_meanwhile_is_read_whole(how: str) -> None:
-    dim, tries = 8192, 2000
-    lines, stripes, slot = np.ones((1, dim)), np.ones(1, np.int64), np.zeros(1, np.int64)
-    given, touched = [np.full((1, dim), k) for k in (1.0, 2.0)], np.ones(1, np.int64)
-    key, ended = Ownership("item", Table(1, dim), 1).key(), Event()
-
-    def write() -> None:
-        for k in range(tries):
-            if how == "put":
-                rows.put(slot, given[k % 2], lines, stripes)
-            else:
-                rows.put_back(slot, given[k % 2], touched, lines, stripes)
-        ended.set()
-
-    memory = np.array([[lines.ctypes.data, stripes.ctypes.data, 0, 0, 0]])
-    out, begins, none = np.empty((1, dim)), np.array([0, 1]), np.zeros(0, np.uint32)
-    row_reads.gather(slot, begins, memory, key, dim, none, out)
-    writer = Thread(target=write)
-    writer.start()
-    while not ended.is_set():
-        if row_reads.gather(slot, begins, memory, key, dim, none, out) < row_reads.TORN:
-            assert out.min() == out.max()
-    writer.join()
 
 
 def test_arguments_that_do_not_fit_the_step() -> None:

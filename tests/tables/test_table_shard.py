@@ -1,6 +1,7 @@
 """Rows of a table in a server's memory: read, changed, and both at once."""
 
 import contextlib
+import itertools
 import mmap
 import threading
 from types import SimpleNamespace
@@ -198,12 +199,20 @@ def beside(work):
         thread.join()
 
 
-def test_rows_are_whole_while_they_are_written():
-    """Each gradient adds 1 to all of a row, so that a torn one has two values."""
+@pytest.mark.parametrize("how", ["apply", "put", "put_back"])
+def test_rows_are_whole_while_they_are_written(how):
+    """Each write adds 1 to all of a row, so that a torn one has two values."""
     dim, n = 4096, 8
     servers = Servers(Table(n, dim, Zeros()), 1, SGD(1.0))
-    local, grads = np.arange(n), np.full((n, dim), -1, "f4")
-    with beside(lambda: servers.shards[0].apply(local, grads, 1.0)):
+    (shard,), local, count = servers.shards, np.arange(n), itertools.count(1)
+    shard.put(local, np.zeros((n, dim), "f4"))
+
+    def write():
+        lines = np.full((n, dim), -1 if how == "apply" else next(count), "f4")
+        more = {"apply": (1.0,), "put": (), "put_back": (np.ones(n, np.int64),)}[how]
+        getattr(shard, how)(local, lines, *more)
+
+    with beside(write):
         out = np.empty((n, dim), "f4")
         again, last = 0, np.zeros(n)
         for _ in range(100_000):
