@@ -11,8 +11,8 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39744
-TESTS = 37845  # all lines of tests and of their helpers, likewise
+TOTAL = 39772
+TESTS = 37938  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 69,
@@ -25,22 +25,22 @@ BUDGET = {
     "failover": 868,
     "health": 696,
     "jax": 415,
-    "kernels": 1953,
+    "kernels": 1956,
     "launch": 2341,
-    "layout": 433,
+    "layout": 436,
     "library": 1657,
     "lightning": 777,
     "mpi": 1802,
-    "optim": 971,
-    "planning": 2508,
+    "optim": 974,
+    "planning": 2535,
     "problems": 931,
     "ps": 2240,
     "rounds": 2389,
     "session": 1799,
     "snapshot": 714,
     "strategies": 429,
-    "tables": 1482,
-    "tools": 5667,
+    "tables": 1473,
+    "tools": 5668,
     "torch": 1699,
     "train.py": 85,
     "transport": 1652,

@@ -105,7 +105,7 @@ def assign(
     _check_count(mode, count, world, evaluators, asked=servers is not None or bool(chosen))
     if not chosen:
         chosen = spread_over(count, _eligible(hosts, server_hosts, count), node_of)
-    return Roles(chosen, tuple(r for r in range(world) if r not in chosen))
+    return Roles(chosen, tuple(sorted(set(range(world)).difference(chosen))))
 
 
 def with_spares(roles: Roles, count: int, node_of: Sequence[int]) -> Roles:
@@ -241,7 +241,8 @@ def _check_count(mode: str, count: int, world: int, evaluators: int, asked: bool
 def matching(hosts: Sequence[str], glob: str) -> list[int]:
     """Return the ranks whose host matches one of the comma-separated globs, or all without any."""
     globs = [each.strip() for each in glob.split(",")] if glob else ["*"]
-    return [r for r, h in enumerate(hosts) if any(fnmatch.fnmatch(h, g) for g in globs)]
+    found = {host for host in set(hosts) if any(fnmatch.fnmatch(host, one) for one in globs)}
+    return [rank for rank, host in enumerate(hosts) if host in found]
 
 
 def _eligible(hosts: Sequence[str], glob: str, count: int) -> list[int]:
@@ -255,11 +256,13 @@ def _eligible(hosts: Sequence[str], glob: str, count: int) -> list[int]:
 
 def spread_over(count: int, ranks: Sequence[int], node_of: Sequence[int]) -> tuple[int, ...]:
     """Choose `count` of `ranks`: from each node in turn, its lowest ranks first."""
-    free = {n: [r for r in ranks if node_of[r] == n] for n in sorted({node_of[r] for r in ranks})}
+    free: dict[int, list[int]] = {node: [] for node in sorted({node_of[r] for r in ranks})}
+    for rank in reversed(ranks):
+        free[node_of[rank]].append(rank)
     chosen: list[int] = []
     while len(chosen) < count:
         nodes = [n for n in free if free[n]]
         turn = min(len(nodes), count - len(chosen))
         for k in range(turn):  # evenly spaced nodes, if fewer servers than nodes remain
-            chosen.append(free[nodes[k * len(nodes) // turn]].pop(0))
+            chosen.append(free[nodes[k * len(nodes) // turn]].pop())
     return tuple(sorted(chosen))

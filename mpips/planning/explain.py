@@ -24,14 +24,15 @@ from mpips.layout.roles import roles_of, shares, streams, training, with_portion
 from mpips.optim import rule_of
 from mpips.planning import choice, traffic
 from mpips.planning.choice import Candidate, Speeds
+from mpips.planning.table_rules import check_options
 from mpips.planning.traffic import IN, OUT, SERVERS, WORKERS, Case, Rows, Tables
+from mpips.planning.world import server_counts, spread
 from mpips.problems import load_problem
-from mpips.problems.rows import uses_rows
+from mpips.problems.rows import tables_of_problem, uses_rows
 
 ACCUMULATE = 4  # factor on the number of accumulated batches; the gain is proportional
 LEAST_GAIN = 1.05
 MOST_RELIEFS = 8
-World = tuple[list[str], list[int]]  # host and node of each rank
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Topology:
         compute_s: Seconds in which a worker computes a gradient; 0 if unknown.
         codecs: Bytes on the wire, divided by bytes in memory, by name of the codec.
         tables: Rows of each table, numbers of a row, and rows that a batch needs.
+        ends: Begin of the parameters and end of each array; empty if shards may divide arrays.
     """
 
     hosts: Sequence[str]
@@ -55,6 +57,7 @@ class Topology:
     compute_s: float = 0.0
     codecs: Mapping[str, float] = field(default_factory=dict)
     tables: Tables = ()
+    ends: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class Explanation:
     @property
     def samples_per_s(self) -> float:
         """Largest samples/s of all workers; infinite if a step takes no time."""
-        samples = len(self.case.roles.workers) * self.config.batch_size
+        samples = samples_of(self.config, self.case)
         return samples / self.step_s if self.step_s else float("inf")
 
     @property
@@ -112,26 +115,21 @@ class Explanation:
         return self.link_s > max(self.topology.compute_s, self.step_s - self.link_s)
 
 
-def varied(config: Config, changes: Mapping[str, Any]) -> Config | None:
-    """Return a job with changes, without options that its mode lacks; None if it is not valid."""
-    try:
-        return resolve(changes, vars(config))
-    except UserError:
-        return None
-
-
 def case_of(config: Config, topology: Topology) -> Case:
     """Return the quantities that determine a job's traffic.
 
     Raises:
-        UserError: If the ranks do not allow the job's roles.
+        UserError: If the ranks do not allow the job's roles, or tables its options.
     """
     c, mode = config, config.mode
     node_of, whole_arrays = topology.node_of, rule_of(c).whole
+    if topology.tables:
+        check_options(c, max(node_of) + 1)
     roles = roles_of(c, topology.hosts, node_of)
     roles = with_portions(roles, c, node_of, whole_arrays, bool(topology.tables))
     itemsize = np.dtype(c.dtype).itemsize
-    sizes = [shard.size * itemsize for shard in shares(topology.parameters, roles, itemsize)]
+    shards = shares(topology.parameters, roles, itemsize, topology.ends)
+    sizes = [shard.size * itemsize for shard in shards]
     low_rank = c.codec == "powersgd"
     slices = any(is_large(size // itemsize // c.fragments, c.dtype) for size in sizes)
     packed = topology.codecs if slices or low_rank else {}
@@ -166,6 +164,11 @@ def _of_rows(config: Config, codec: str) -> Callable[[int], float]:
         return row_codec.wire_bytes(count, config.dtype) / nbytes if row_codec else 1.0
 
     return share
+
+
+def samples_of(config: Config, case: Case) -> int:
+    """Return the samples of all workers in a step, without those of backup workers."""
+    return (len(case.roles.workers) - config.backup_workers) * config.batch_size
 
 
 def moved_vectors(config: Config) -> float:
@@ -206,15 +209,16 @@ def _reliefs(base: Explanation) -> tuple[Relief, ...]:
 def _variations(base: Explanation) -> list[dict[str, Any]]:
     """Return the changes to try, by field. A change to the job's own value has no effect."""
     c, free = base.config, {"server_ranks": (), "server_hosts": ""}
-    tried: list[dict[str, Any]] = [{"servers": k, **free} for k in range(len(base.topology.hosts))]
+    counts, tried = server_counts(len(base.topology.hosts)), list[dict[str, Any]]()
+    tried += [{"servers": k, **free} for k in counts]
     tried += [
         {"mode": mode, "servers": None, **free}
         for mode in OPTIONS["mode"].legal
         if mode != c.mode and (mode != "hybrid" or base.topology.tables)
     ]
     tried += [{"node_aggregation": True}, {"share_pulls": True}, {"prefetch": True}]
-    tried += [{"local_slots": "keep"}]
-    tried += [{"reduce": "auto"}, {"accumulate": ACCUMULATE * base.config.accumulate}]
+    tried += [{"local_slots": "keep"}, {"reduce": "auto"}]
+    tried += [{"accumulate": ACCUMULATE * c.accumulate}]
     for codec in base.topology.codecs:
         tried += [{"codec": codec}, {"pull_codec": codec}, {"codec": codec, "pull_codec": codec}]
     return tried
@@ -223,17 +227,17 @@ def _variations(base: Explanation) -> list[dict[str, Any]]:
 def _relief(base: Explanation, changes: dict[str, Any]) -> Relief | None:
     """Return the effect of changes; None if there is no such job, or it equals this one."""
     values = {name: value for name, value in changes.items() if value not in (None, (), "")}
-    config = varied(base.config, changes)
-    if config is None or any(getattr(base.config, name) == values[name] for name in values):
+    if any(getattr(base.config, name) == values[name] for name in values):
         return None
     try:
+        config = resolve(changes, vars(base.config))  # without options that its mode lacks
         case = case_of(config, base.topology)
     except UserError:
         return None
     step_s = traffic.step_s(case, base.topology.rate, base.topology.compute_s)
     if not step_s:  # one worker that owns all parameters: its computing is not counted
         return None
-    gain = len(case.roles.workers) * base.step_s / (len(base.case.roles.workers) * step_s)
+    gain = samples_of(config, case) / step_s / base.samples_per_s
     return Relief(" ".join(_shown(name, values[name]) for name in values), step_s, gain)
 
 
@@ -253,28 +257,6 @@ def explain_alone(config: Config, question: Question) -> str:
     return explain_world(config, question, *world)
 
 
-def spread(ranks: int, nodes: int, node_size: int) -> World:
-    """Return host and node of each rank.
-
-    If neither nodes nor their size are given, each has a node.
-
-    Args:
-        ranks: Number of ranks.
-        nodes: Number of nodes; 0 if not given.
-        node_size: Ranks of a node; 0 if not given.
-
-    Raises:
-        UserError: If there are more nodes than ranks, or nodes and their size are given.
-    """
-    if nodes > ranks:
-        raise UserError(f"nodes {nodes} with {ranks} ranks", f"nodes <= {ranks}", "set --nodes")
-    if nodes > 1 and node_size:
-        raise UserError(f"nodes {nodes} with node_size {node_size}", "one of them")
-    nodes = nodes or ranks
-    node_of = [rank // node_size if node_size else rank * nodes // ranks for rank in range(ranks)]
-    return [f"node{node}" for node in node_of], node_of
-
-
 def explain_world(
     config: Config, question: Question, hosts: Sequence[str], node_of: Sequence[int]
 ) -> str:
@@ -290,15 +272,18 @@ def explain_world(
     rows = "rows of tables are not counted: a batch says which it needs\n" * uses_rows(problem)
     if not layout.size:
         return f"mode {config.mode}, no parameters\n{rows}"
-    compute_s = question.step_ms / 1e3
-    rate, codecs = question.bytes_per_s, codec_ratios(layout.size, config.dtype)
+    codecs = codec_ratios(layout.size, config.dtype)
     codecs["powersgd"] = Factors.of(layout, config.dtype, config.powersgd_rank).sent / layout.size
-    topology = Topology(hosts, node_of, layout.size, rate, compute_s, codecs)
-    if not is_open(config):
-        return explanation_text(explain(config, topology), question.link) + rows
-    settled = assumed(config, topology)
-    text = f"{choice.chosen(settled.codec, settled.pull_codec)}, if packing took no time\n"
-    return text + explanation_text(explain(settled, topology), question.link) + rows
+    # Their rows are on the owners, and exclude some modes.
+    tables = tuple((t.rows, t.dim, 0.0) for t in tables_of_problem(problem).values())
+    ends = [0, *(end for _, end in layout.slices().values())] if rule_of(config).whole else ()
+    speeds = question.bytes_per_s, question.step_ms / 1e3
+    topology = Topology(hosts, node_of, layout.size, *speeds, codecs, tables, ends)
+    text = ""
+    if is_open(config):
+        config = assumed(config, topology)
+        text = f"{choice.chosen(config.codec, config.pull_codec)}, if packing took no time\n"
+    return text + explanation_text(explain(config, topology), question.link) + rows
 
 
 def assumed(config: Config, topology: Topology) -> Config:

@@ -34,6 +34,7 @@ from mpips.optim import (
     schedule,
 )
 from mpips.optim.staleness import Staleness
+from mpips.planning.needs import shard_slots
 from mpips.planning.outcome import parsed, skipped_before, skipped_updates, updates_before
 from mpips.problems import Problem
 from mpips.problems.base import initial_vector, statistics
@@ -46,8 +47,7 @@ if TYPE_CHECKING:
     from mpips.tables.step_rows import StepRows
 
 STOPPED = "stopped"  # reason of a run's end that its program asked for
-# Slot of mode local_sgd's outer step, and a worker's own parameters between two exchanges.
-OUTER_VELOCITY, OWN_PARAMS = "outer_velocity", "own_params"
+OWN_PARAMS = "own_params"  # a worker's own parameters between two exchanges
 # In addition to options that a resume may not change, these determine a synchronous run's bits.
 BITWISE_FIELDS = (
     *("mode", "reduce", "lr", "momentum", "beta1", "beta2", "eps", "decay", "weight_decay"),
@@ -142,10 +142,8 @@ class Job:
         # Number of trained parameters; statistics follow them in the vector.
         self.trained = min((ranges[name][0] for name in kept), default=self.layout.size)
         self.staleness = Staleness.of(c)
-        outer = (OUTER_VELOCITY,) if c.outer_step else ()
+        self.slots = shard_slots(c, self.rule)
         keep = c.mode == "local_sgd" and c.local_slots == "keep"
-        shared = () if keep or c.mode == "easgd" else self.rule.slots
-        self.slots: tuple[str, ...] = shared + outer + self.staleness.slots  # one set a shard
         self.own_slots = self.rule.slots if keep else ()  # each worker's own, in checkpoints too
         self.own_slots += (OWN_PARAMS,) if c.streaming else ()
         _check_states(self)

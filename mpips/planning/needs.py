@@ -24,15 +24,17 @@ from mpips.config import Config
 from mpips.datasets import iterate, open_dataset
 from mpips.errors import UserError, human_bytes
 from mpips.layout import Layout
-from mpips.layout.roles import roles_of, training, with_portions
+from mpips.layout.roles import Roles, roles_of, training, with_portions
 from mpips.mpi.pages import text_of
-from mpips.optim import rule_of
+from mpips.optim import Rule, rule_of
+from mpips.optim.staleness import Staleness
 from mpips.problems import load_problem
 from mpips.problems.rows import rows_a_batch, tables_of_problem, without_tables
 
 if TYPE_CHECKING:
     from mpips.planning.traffic import Tables
 
+OUTER_VELOCITY = "outer_velocity"  # slot of mode local_sgd's outer step
 # Python, libraries, MPI and compiled loops: resident memory of a rank without data.
 BASE_BYTES = 320e6
 BATCHES, MEASURE_S = 20, 2.0
@@ -40,6 +42,13 @@ STARTUP_S = 120.0
 MOVE_BYTES_PER_S, WRITE_BYTES_PER_S = 0.5e9, 50e6
 SLACK = 2.0
 NO_LIMIT = 1 << 60  # control groups write a number near 2**63
+
+
+def shard_slots(config: Config, rule: Rule) -> tuple[str, ...]:
+    """Return the names of the state vectors that the owner of a shard keeps for it."""
+    own = config.mode == "easgd" or (config.mode == "local_sgd" and config.local_slots == "keep")
+    outer = (OUTER_VELOCITY,) if config.outer_step else ()
+    return (() if own else rule.slots) + outer + Staleness.of(config).slots
 
 
 def least_vectors(config: Config, workers: int) -> int:
@@ -244,14 +253,19 @@ def needs(config: Config, measured: Measured, nodes: int, ranks_per_node: int) -
     hosts = [f"node{node}" for node in node_of]
     roles = roles_of(replace(config, server_hosts=""), hosts, node_of)
     roles = with_portions(roles, config, node_of, rule_of(config).whole, bool(measured.tables))
+    return needs_of(config, measured, roles, nodes)
+
+
+def needs_of(config: Config, measured: Measured, roles: Roles, nodes: int) -> Needs:
+    """Return memory and time of the job with these roles."""
     vector = measured.parameters * np.dtype(config.dtype).itemsize
-    state = vector * (1 + len(rule_of(config).slots)) + measured.table_bytes
+    state = vector * (1 + len(shard_slots(config, rule_of(config)))) + measured.table_bytes
     shard = max(roles.portions or [1 / (len(roles.owners) - roles.spares)])
     # A server starts from a whole vector.
     owned = shard * state * (2 if config.snapshot == "copy" else 1) + vector
     pool = shard * vector * (2 if config.in_rounds else config.inbox)
     if nodes > 1:
-        pool += vector * codec_vectors(config) / ranks_per_node
+        pool += vector * codec_vectors(config) * nodes / (len(roles.servers) + len(roles.workers))
     worker = BASE_BYTES + measured.data_bytes + vector * _vectors(config, nodes)
     together = config.unit_size * len(roles.workers)
     steps = config.steps or config.epochs * math.ceil(measured.n_train / together)
@@ -261,7 +275,7 @@ def needs(config: Config, measured: Measured, nodes: int, ranks_per_node: int) -
         servers=len(roles.servers),
         workers=len(roles.workers),
         server_bytes=BASE_BYTES + owned + pool if roles.servers else 0.0,
-        worker_bytes=worker + (owned + pool) * any(rank in roles.owners for rank in roles.workers),
+        worker_bytes=worker + (owned + pool) * bool(set(roles.owners).intersection(roles.workers)),
         save_s=step_s + shard * state / WRITE_BYTES_PER_S,
         seconds=STARTUP_S + steps * step_s,
         evaluators=config.evaluators,

@@ -18,6 +18,7 @@ from mpips.problems.rows import tables_of_problem
 
 INDEX_BYTES = 16  # approximate bytes of a row in a lazy table's index: its key and its entries
 EVICTION_BYTES = 15  # further bytes with eviction: the time of the last push, and a larger index
+TABLE_MODES = ("async", "ssp", "sync", "hybrid")
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -73,6 +74,36 @@ def _rule_of(table: Table, config: Config) -> RowRule:
     names = {each.name for each in fields(ROW_RULES[c.optimizer])} - {"lr"}
     numbers = {name: x for name in names if (x := getattr(c, name, None)) is not None}
     return make_row_rule(RowOptimizer(c.optimizer, {"lr": c.learning_rate, **numbers}))
+
+
+def check_options(config: Config, nodes: int) -> None:
+    """Refuse modes and options that do not support tables, for a job on that many nodes.
+
+    Raises:
+        UserError: If the job is refused.
+    """
+    c = config
+    if c.mode not in TABLE_MODES:
+        raise UserError(f"tables in mode {c.mode!r}", f"mode {' or '.join(TABLE_MODES)}")
+    if c.mode == "hybrid" and c.clip:
+        remedy = "rows are applied before the norm of the whole is known: leave out --clip"
+        raise UserError(f"clip {c.clip:g} in mode 'hybrid'", "clip 0", remedy)
+    if c.mode == "hybrid" and c.record and c.codec != "none" and nodes > 1:
+        got = f"record with codec {c.codec!r} in mode 'hybrid' on several nodes"
+        raise UserError(got, "codec 'none'", "leave out --codec, or --record")
+    if c.mode == "sync" and c.reduce == "allreduce":
+        remedy = "rows are exchanged in shared memory and by messages: leave out --reduce"
+        raise UserError("reduce 'allreduce' with tables", "reduce 'auto' or 'shared'", remedy)
+    if c.codec == "powersgd":
+        remedy = "rows have no matrix to be taken apart: use another --codec, or none"
+        raise UserError("codec 'powersgd' with tables", "a codec of single numbers", remedy)
+    if nodes > 1 and c.node_aggregation:
+        got = f"node_aggregation with tables, on {nodes} nodes"
+        raise UserError(got, "each worker's rows sent by itself", "leave node_aggregation out")
+    for name in ("delay_compensation", "backup_workers"):
+        if given := getattr(c, name):
+            got = f"{name}={given} with tables"
+            raise UserError(got, f"{name} as it is by default", "leave it out")
 
 
 def bytes_of_tables(problem: Problem, config: Config, touched: Mapping[str, int]) -> int:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 AREA_BYTES = 16 << 20  # default size of a worker's push to a table
 # But at least this number of rows, if they fit in this size.
 AREA_ROWS, MOST_AREA_BYTES = 1024, 256 << 20
-TABLE_MODES = ("async", "ssp", "sync", "hybrid")
 
 
 @dataclass(frozen=True)
@@ -130,34 +129,10 @@ def check_job(job: "Job") -> None:
     if job.initial is not None and job.checkpoint is None:
         remedy = "leave out init_from, or go on with that run by resume"
         raise UserError("init_from with tables", "a run whose rows are made anew", remedy)
-    _check_world(job, tables)
+    from mpips.planning.table_rules import check_options
+
+    check_options(c, job.cluster.nodes)
     _check_memory(job, tables)
-
-
-def _check_world(job: "Job", tables: Sequence[JobTable]) -> None:
-    """Refuse modes, ranks and options that do not support tables."""
-    c, ranks = job.config, job.cluster
-    if c.mode not in TABLE_MODES:
-        raise UserError(f"tables in mode {c.mode!r}", f"mode {' or '.join(TABLE_MODES)}")
-    if c.mode == "hybrid" and c.clip:
-        remedy = "rows are applied before the norm of the whole is known: leave out --clip"
-        raise UserError(f"clip {c.clip:g} in mode 'hybrid'", "clip 0", remedy)
-    if c.mode == "hybrid" and c.record and c.codec != "none" and ranks.nodes > 1:
-        got = f"record with codec {c.codec!r} in mode 'hybrid' on several nodes"
-        raise UserError(got, "codec 'none'", "leave out --codec, or --record")
-    if c.mode == "sync" and c.reduce == "allreduce":
-        remedy = "rows are exchanged in shared memory and by messages: leave out --reduce"
-        raise UserError("reduce 'allreduce' with tables", "reduce 'auto' or 'shared'", remedy)
-    if c.codec == "powersgd":
-        remedy = "rows have no matrix to be taken apart: use another --codec, or none"
-        raise UserError("codec 'powersgd' with tables", "a codec of single numbers", remedy)
-    if ranks.nodes > 1 and c.node_aggregation:
-        got = f"node_aggregation with tables, on {ranks.nodes} nodes"
-        raise UserError(got, "each worker's rows sent by itself", "leave node_aggregation out")
-    for name in ("delay_compensation", "backup_workers"):
-        if given := getattr(c, name):
-            got = f"{name}={given} with tables"
-            raise UserError(got, f"{name} as it is by default", "leave it out")
 
 
 def _check_memory(job: "Job", tables: Sequence[JobTable]) -> None:

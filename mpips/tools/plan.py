@@ -25,7 +25,7 @@ from mpips.config.option import Option, default_text, metavar
 from mpips.datasets import open_dataset
 from mpips.errors import UserError, answer
 from mpips.layout.roles import default_servers
-from mpips.planning.explain import World, codec_ratios, spread
+from mpips.planning.explain import codec_ratios
 from mpips.planning.needs import Measured, measure
 from mpips.planning.simulator import model
 from mpips.planning.simulator.asked import (
@@ -42,6 +42,7 @@ from mpips.planning.simulator.model import MPICH, PAYLOAD, ROUND_COSTS, Run, Spe
 from mpips.planning.simulator.prediction import Facts, predict, told
 from mpips.planning.simulator.search import search
 from mpips.planning.simulator.text import comparison, proposal_text, text_of
+from mpips.planning.world import World, spread
 from mpips.problems import load_problem
 from mpips.tools.report.record import Record, read
 

@@ -1,5 +1,6 @@
 """``python -m mpips plan``: its simulator beside closed forms, and its words, errors and JSON."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -13,14 +14,17 @@ from mpips.config.jobfile import resolve, to_toml
 from mpips.errors import UserError
 from mpips.layout import Layout
 from mpips.layout.roles import assign, shares
+from mpips.optim import rule_of
 from mpips.planning import traffic
-from mpips.planning.explain import Topology, case_of, varied
+from mpips.planning.explain import Topology, case_of
 from mpips.planning.needs import (
     BASE_BYTES,
     Measured,
     available_bytes,
     check_memory,
     memory_bytes,
+    needs,
+    shard_slots,
 )
 from mpips.planning.simulator.asked import BYTES, Asked, count, quantity, rate, seconds, shown_time
 from mpips.planning.simulator.model import (
@@ -105,6 +109,13 @@ def test_an_idle_link_is_the_formula_s() -> None:
         assert simulated(of, speeds, 1000).step_s == pytest.approx(formula, rel=0.03)
 
 
+def test_a_slow_server_that_receives_many_pushes_at_a_time() -> None:
+    """The worker is ahead of it by as many; each is an event that has not come yet."""
+    found = simulated(case(1, 1), Speeds(0.0, **{**FAST, "apply": LINK / 10}), places=1000)
+    assert found.stale()["max"] == pytest.approx(61, abs=1)
+    assert found.step_s == pytest.approx(10 * PIPE_S, rel=0.4)
+
+
 def test_steps_of_each_worker() -> None:
     """With a number of steps a worker that is near its server is done before the others."""
     of, speeds = case(3, 1, [0, 0, 1, 2]), Speeds(0.001, **FAST)
@@ -137,6 +148,10 @@ def test_a_slow_worker() -> None:
     assert alone.step_s == pytest.approx(6 / 5.2, rel=0.04)
     assert simulated(case(6, 0, rounds=True), speeds).step_s >= 5
     backed = simulated(case(6, 1), speeds, backup=1)
+    words = "--step-time 1s --workers 6 --servers 1 --mode sync --backup-workers 1 --slow 1x5"
+    found = planned(f"{words} --steps 60 --parameters 1M --samples 100k --jitter 0.1")
+    assert found["samples_per_s"] == pytest.approx(5 * 32 / found["step_s"])
+    assert 60 < found["batches"] < 60 * 6 / 5
     assert backed.step_s < 1.3
     assert 0.02 < backed.dropped < 1 / 6
     bound = simulated(case(6, 1), speeds, 500, bound=1)
@@ -197,6 +212,8 @@ def test_failures_are_daly_s() -> None:
     never = Hazards(period_s=100, save_s=2, start_s=7)  # fails, and takes no restart
     found = live(1000, never, seed=0)
     assert (found.mean_s, found.p90_s, found.failures, found.lost_s) == (1027, 1027, 0, 0)
+    often = live(86_400, Hazards(mtbf_s=30, save_s=1), seed=0)  # in a second, not in minutes
+    assert often.mean_s > 100 * 86_400
     with pytest.raises(UserError, match="shorter --checkpoint-every"):
         live(1e6, Hazards(mtbf_s=100, period_s=3600), seed=0)
 
@@ -219,11 +236,11 @@ def test_the_search_finds_the_cheapest() -> None:
     free = search(config, 8, world, FACTS)
     deadline_s = 0.6 * free.fastest.lifetime.mean_s
     found = search(config, 8, world, FACTS, deadline_s)
-    jobs = [
-        predict(job, *world(workers + changes["servers"]), FACTS)
-        for workers, changes in variants(config, 8)
-        if (job := varied(config, {"server_ranks": (), "backup_workers": 0, **changes}))
-    ]
+    jobs = []
+    for workers, changes in variants(config, 8):
+        with contextlib.suppress(UserError):
+            job = resolve({"server_ranks": (), "backup_workers": 0, **changes}, vars(config))
+            jobs.append(predict(job, *world(workers + changes["servers"]), FACTS))
     best, cheapest = (
         found.best,
         min(job.core_hours for job in jobs if job.lifetime.mean_s <= deadline_s),
@@ -417,6 +434,28 @@ def test_a_job_is_measured_where_nothing_is_said(tmp_path: Path) -> None:
     assert (found["batches"], found["servers"]) == (2 * 23, 0)
     served = planned(f"{MODEL} --workers 9 --simulate 20")
     assert (served["servers"], served["ranks"]) == (2, 11), "as in a world of all these"
+    few, each = (planned(f"{MODEL} --workers 5 --simulate 20 --nodes {n}") for n in (4, 6))
+    assert few["server_bytes"] == each["server_bytes"], "of the one server"
+
+
+@pytest.mark.parametrize(
+    ("options", "slots"),
+    [
+        ({"ema": 0.9}, ("ema", "m", "v")),
+        ({"mode": "easgd"}, ()),
+        ({"mode": "local_sgd"}, ("m", "v")),
+        ({"mode": "local_sgd", "outer_momentum": 0.9}, ("m", "v", "outer_velocity")),
+        ({"mode": "local_sgd", "local_slots": "keep", "fragments": 2}, ("outer_velocity",)),
+        ({"delay_compensation": 1, "delay_adaptive": True}, ("m", "v", "mean_square")),
+    ],
+)
+def test_the_slots_of_a_shard_take_memory(options: dict[str, Any], slots: tuple[str, ...]) -> None:
+    config, measured = resolve({**options, "snapshot": "stall"}), Measured(1000, 100, 0, 0)
+    assert shard_slots(config, rule_of(config)) == slots
+    least, more = (needs(config, measured, 1, 2), needs(resolve(options), measured, 1, 2))
+    owners = least.servers or least.workers
+    owned = (more.server_bytes or more.worker_bytes) - (least.server_bytes or least.worker_bytes)
+    assert owned == pytest.approx(4000 * (1 + len(slots)) / owners)  # copied for a checkpoint
 
 
 @pytest.mark.parametrize(
@@ -522,6 +561,10 @@ def test_a_search_in_words_and_json() -> None:
     assert all(other["why"] for other in found["others"])
     assert "link" in found["assumed"]
     assert not {"servers", "mode", "codec"} & set(found["assumed"])
+    spared = planned(f"{words} 1h --spares 1")["others"]
+    (served,) = (each for each in spared if each["mode"] == "async")
+    assert (served["workers"], served["servers"], served["ranks"]) == (1, 2, 3), "and a spare"
+    assert "--workers 1 --mode async --servers 1 " in text_of(f"{words} 1h --spares 1")
     assert late.startswith("none of ")
     assert "the fastest takes" in late
 

@@ -41,6 +41,7 @@ from mpips.planning.traffic import (
     pull_s,
     step_s,
 )
+from mpips.planning.world import server_counts
 from mpips.session.probe import neighbours_of, streams
 
 N = 16 * 3600  # parameters: as many cache lines for each of up to 6, or 8, 10 or 12 owners
@@ -48,6 +49,7 @@ M = 4 * N
 RATE = 1e6
 PATIENT = settings(deadline=None, max_examples=50)
 GUIDE = (ROOT / "mpips" / "tools" / "guide" / "slow-links.md").read_text()
+CLICKS = str(ROOT / "jobs" / "clicks.svm")
 SEVERAL = re.compile("accumulate|local_sgd|easgd")
 
 
@@ -112,19 +114,12 @@ def worlds(mode: str) -> st.SearchStrategy[Case]:
 
 
 @PATIENT
-@given(worlds("async") | worlds("sync"), st.integers(1, 5))
-def test_what_is_sent_is_received(found: Case, every: int) -> None:
-    moved = flows(found).sum(axis=1)
-    assert (moved[..., OUT].sum(axis=0) == moved[..., IN].sum(axis=0)).all()
-    seldom = flows(dataclasses.replace(found, every=every, grads=0.5, params=0.25)).sum(axis=1)
-    assert seldom[:, GRADS] == pytest.approx(0.5 * moved[:, GRADS] / every)
-    assert seldom[:, PARAMS] == pytest.approx(0.25 * moved[:, PARAMS] / every)
-
-
-@PATIENT
 @given(worlds("async") | worlds("sync"), st.integers(1, 4))
 def test_bytes_by_going_through_all_pairs(found: Case, every: int) -> None:
-    """Each worker and each remote owner, one by one; or one of a node's workers for all."""
+    """Each worker and each remote owner, one by one; or one of a node's workers for all.
+
+    As rounds have it: a node sends its sums once and gets the results once.
+    """
     owners, workers = found.roles.owners, found.roles.workers
     dense, of_rows = np.zeros((2, found.nodes, 2, 2))
     pushing, pulling = set[tuple[int, int]](), set[tuple[int, int]]()
@@ -133,15 +128,17 @@ def test_bytes_by_going_through_all_pairs(found: Case, every: int) -> None:
             a, b = found.node_of[worker], found.node_of[owner]
             if a == b:
                 continue
-            if not (found.one_push and (a, owner) in pushing):
+            if not ((found.one_push or found.rounds) and (a, owner) in pushing):
                 dense[[a, b], GRADS, [OUT, IN]] += size
-            if not (found.one_pull and (a, owner) in pulling):
+            if not ((found.one_pull or found.rounds) and (a, owner) in pulling):
                 dense[[a, b], PARAMS, [IN, OUT]] += size
             pushing.add((a, owner))
             pulling.add((a, owner))
             of_rows[a] += [[6, 0], [0, 5]]
             of_rows[b] += [[0, 6], [5, 0]]
-    assert found.rounds or (flows(found).sum(axis=1) == dense).all()
+    assert (flows(found).sum(axis=1) == dense).all()
+    seldom = flows(dataclasses.replace(found, every=every, grads=0.5, params=0.25)).sum(axis=1)
+    assert seldom == pytest.approx(dense * [[0.5], [0.25]] / every)
     rows = Rows(grads=6.0 * len(owners), params=5.0 * len(owners))
     without = dataclasses.replace(found, every=every)
     before, after = (
@@ -357,6 +354,44 @@ def test_fragments_go_beside_local_steps() -> None:
     assert streamed.step_s == streamed.topology.compute_s
     slow = told([0, 1, 2, 3], compute_s=whole.link_s, **parts)
     assert slow.step_s == 1.5 * whole.link_s
+
+
+TABLES = ((100, 8, 0.0),)  # of which a batch is not known to need any row
+
+
+def test_tables_have_servers_own_the_parameters_and_exclude_modes() -> None:
+    apart = Topology(["host"] * 4, [0, 1, 2, 3], N, RATE, tables=TABLES)
+    found = explain.explain(resolve({"mode": "sync", "server_ranks": (0,)}), apart)
+    assert each_way(found.case)[0] == (3 * M, 3 * M)
+    served = explain.explain(resolve({}), apart)
+    assert {"--mode sync", "--servers 2"} <= gains(served).keys()
+    options = {relief.option for relief in served.reliefs}
+    assert not options & {"--mode easgd", "--mode local_sgd", "--node-aggregation"}
+    easgd = resolve({"problem": "logistic_sparse", "dataset": CLICKS, "mode": "easgd"})
+    with pytest.raises(UserError, match="tables in mode 'easgd', expected mode async or"):
+        explain_alone(easgd, Question(ranks=4, nodes=2))
+
+
+def test_no_shard_divides_an_array_that_a_rule_takes_whole() -> None:
+    muon = resolve({"optimizer": f"{ROOT / 'jobs' / 'muon.py'}:Muon", "servers": 2})
+    topology = Topology(["host"] * 4, [0, 1, 2, 3], 100, RATE, ends=(0, 90, 100))
+    assert case_of(muon, topology).shards == (360, 40)
+    words = {**vars(muon), "hidden": (2000,)}
+    text = explain_alone(resolve(words), Question(ranks=4, nodes=4))
+    sent = [re.split(" {2,}", line)[4] for line in text.splitlines() if "1 server" in line]
+    assert sent == [human_bytes(2 * 4 * n) for n in (64 * 2000, 2000 + 2000 * 10 + 10)]
+
+
+def test_gradients_of_backup_workers_are_no_samples() -> None:
+    backed = told([0, 1, 2, 3, 4], mode="sync", servers=1, backup_workers=1)
+    assert backed.samples_per_s == pytest.approx(3 * 32 / backed.step_s)
+
+
+def test_large_worlds_are_explained_in_seconds() -> None:
+    assert server_counts(65) == list(range(65))
+    assert len(server_counts(100_000)) < 600
+    ranks = range(20_000)
+    assert assign("async", [f"node{k}" for k in ranks], ranks, 5000).servers == tuple(ranks[::4])
 
 
 def test_one_node_has_no_link() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from mpips.config import Config
 from mpips.errors import UserError
 from mpips.optim import rule_of
+from mpips.planning.needs import shard_slots
 from mpips.planning.traffic import Case, Tables
 
 # Share of a link's rate that carries messages; headers take the rest. Measured at 1 Gbit/s.
@@ -324,7 +325,7 @@ def table_bytes_of(summary: Mapping[str, Any], config: Config) -> int:
     """Return the bytes of the rows of a run's tables, with their slots."""
     if not summary.get("tables"):
         return 0
-    vectors = 1 + len(rule_of(config).slots)
+    vectors = 1 + len(shard_slots(config, rule_of(config)))
     shards = summary["parameters"] * np.dtype(config.dtype).itemsize * vectors
     least = sum(table["changed"] * table["dim"] for table in summary["tables"].values())
     found = sum(server["bytes"] for server in summary["per_server"]) - shards

@@ -21,15 +21,15 @@ from mpips.config.names import IN_ROUNDS
 from mpips.errors import UserError, counted
 from mpips.optim import rule_of
 from mpips.planning import traffic
-from mpips.planning.explain import Topology, assumed, case_of
-from mpips.planning.needs import Measured, Needs, needs
+from mpips.planning.explain import Topology, assumed, case_of, samples_of
+from mpips.planning.needs import Measured, Needs, needs_of, shard_slots
 from mpips.planning.simulator.model import PACK, Busy, Simulated, Speeds, Work
 from mpips.planning.simulator.simulation import simulate
 from mpips.planning.traffic import Case
 
 BUSY = 0.85  # least share of the time for a bottleneck
 START_S = 5.0  # default time before the first step
-LIVES = 500
+LIVES, FAILURES = 500, 2_000_000  # simulated jobs, and failures in all of them, at most
 HOPELESS = 1000  # largest mean number of failures between two checkpoints
 
 
@@ -127,8 +127,7 @@ class Prediction:
     @property
     def samples_per_s(self) -> float:
         """Samples/s of all workers, without dropped gradients."""
-        each = len(self.case.roles.workers) * self.config.batch_size * (1 - self.found.dropped)
-        return each / self.found.step_s
+        return samples_of(self.config, self.case) / self.found.step_s
 
     @property
     def core_hours(self) -> float:
@@ -179,14 +178,13 @@ def predict(config: Config, hosts: Sequence[str], node_of: Sequence[int],
     work = work_of(config, case, speeds)
     units = -(-facts.simulated // case.every) if facts.simulated else 0
     found = simulate(work, units)
-    batches = batches_of(config, case, facts.measured.n_train)
+    batches = batches_of(config, case, facts.measured.n_train, found.dropped)
     hazards = hazards_of(config, case, facts, found.step_s)
-    nodes, ranks = case.nodes, len(node_of) + config.evaluators
     return Prediction(
         config, case, traffic.step_s(case, speeds.link, speeds.step_s + speeds.between_s),
         found, batches, live(batches * found.step_s, hazards, config.seed),
-        needs(config, facts.measured, nodes, -(-ranks // nodes)), ranks, max(1, config.threads),
-        facts.measured.tables is None,
+        needs_of(config, facts.measured, case.roles, case.nodes), len(node_of) + config.evaluators,
+        max(1, config.threads), facts.measured.tables is None,
     )  # fmt: skip
 
 
@@ -206,11 +204,21 @@ def work_of(config: Config, case: Case, speeds: Speeds) -> Work:
     )  # fmt: skip
 
 
-def batches_of(config: Config, case: Case, samples: int) -> int:
-    """Return the number of batches of each worker in the whole job."""
-    taken = len(case.roles.workers) - config.backup_workers
-    units = config.steps or config.epochs * math.ceil(samples / (config.unit_size * taken))
-    return units * case.every
+def batches_of(config: Config, case: Case, samples: int, dropped: float = 0.0) -> int:
+    """Return the number of batches of each worker in the whole job.
+
+    Args:
+        config: The job.
+        case: Quantities that determine its traffic.
+        samples: Samples of an epoch.
+        dropped: Share of the gradients that come too late for their round.
+    """
+    workers = len(case.roles.workers)
+    each = workers - config.backup_workers + dropped * workers  # gradients of a round
+    rounds = config.epochs * math.ceil(samples / (config.unit_size * each))
+    if config.steps:
+        rounds = math.ceil(config.steps * workers / each)
+    return rounds * case.every
 
 
 def hazards_of(config: Config, case: Case, facts: Facts, step_s: float) -> Hazards:
@@ -223,7 +231,7 @@ def hazards_of(config: Config, case: Case, facts: Facts, step_s: float) -> Hazar
         step_s: Seconds between two steps of a worker.
     """
     seconds, steps = config.checkpoint_period
-    state = max(case.shards) * (1 + len(rule_of(config).slots))
+    state = max(case.shards) * (1 + len(shard_slots(config, rule_of(config))))
     if steps is not None:  # updates, of all workers
         together = 1 if config.mode in IN_ROUNDS else len(case.roles.workers)
         seconds = steps * case.every * step_s / together
@@ -240,7 +248,7 @@ def live(work_s: float, hazards: Hazards, seed: int, lives: int = LIVES) -> Life
         work_s: Seconds of training.
         hazards: Failures and checkpoints.
         seed: Seed of the failures.
-        lives: Number of simulated jobs.
+        lives: Number of simulated jobs; fewer if they fail so often that each is like the mean.
 
     Raises:
         UserError: If it would hardly ever get from one checkpoint to the next.
@@ -250,8 +258,10 @@ def live(work_s: float, hazards: Hazards, seed: int, lives: int = LIVES) -> Life
     if piece_s > h.mtbf_s * math.log(HOPELESS):
         got = f"a failure every {h.mtbf_s:.3g} s with {piece_s:.3g} s to a checkpoint"
         raise UserError(got, "checkpoints that are reached", "set a shorter --checkpoint-every")
+    failures = max(1.0, work_s / h.period_s) * math.expm1(piece_s / h.mtbf_s)
+    lives = min(lives, math.ceil(FAILURES / failures)) if failures else 1
     rng = np.random.default_rng(seed)
-    found = np.array([_life(work_s, h, rng) for _ in range(lives if h.mtbf_s < math.inf else 1)])
+    found = np.array([_life(work_s, h, rng) for _ in range(lives)])
     (mean_s, failures, lost_s), p90_s = found.mean(axis=0).tolist(), np.percentile(found[:, 0], 90)
     saving_s = work_s // h.period_s * h.save_s
     return Lifetime(mean_s, float(p90_s), failures, lost_s, saving_s, h.start_s)

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpips.config import Config
+from mpips.config.jobfile import resolve
 from mpips.errors import UserError
 from mpips.planning import traffic
-from mpips.planning.explain import Topology, World, case_of, varied
+from mpips.planning.explain import Topology, case_of
 from mpips.planning.simulator.prediction import Facts, Prediction, batches_of, predict
+from mpips.planning.world import World
 
 MODES = ("async", "ssp", "sync")
 CODECS = (("none", "none"), ("fp16", "fp16"), ("int8", "fp16"))
@@ -42,11 +44,11 @@ class Proposal:
     @staticmethod
     def options(p: Prediction) -> str:
         """Return the options of a configuration, as on the command line."""
-        c = p.config
+        c, roles = p.config, p.case.roles
         pull = f" --pull-codec {c.pull_codec}" if c.pull_codec != "none" else ""
         codec = f" --codec {c.codec}" if c.codec != "none" else ""
-        servers = f" --servers {len(p.case.roles.servers)}" if p.case.roles.servers else ""
-        return f"--workers {len(p.case.roles.workers)} --mode {c.mode}{servers}{codec}{pull}"
+        servers = f" --servers {len(roles.servers) - roles.spares}" if roles.servers else ""
+        return f"--workers {len(roles.workers)} --mode {c.mode}{servers}{codec}{pull}"
 
 
 @dataclass(frozen=True)
@@ -131,14 +133,14 @@ def search(config: Config, workers: int, world_of: Callable[[int], World], facts
 
 def _candidate(config: Config, workers: int, changes: dict[str, Any],
                world_of: Callable[[int], World], facts: Facts) -> _Candidate | None:  # fmt: skip
-    changed = varied(config, {**FREE, **changes})
-    if changed is None:
-        return None
-    speeds, hosts_nodes = facts.speeds, world_of(workers + changes["servers"])
-    topology = Topology(
-        *hosts_nodes, facts.measured.parameters, speeds.link, speeds.step_s, facts.codecs
-    )
+    measured, speeds = facts.measured, facts.speeds
     try:
+        changed = resolve({**FREE, **changes}, vars(config))
+        hosts_nodes = world_of(workers + changes["servers"] + changed.spares)
+        topology = Topology(
+            *hosts_nodes, measured.parameters, speeds.link, speeds.step_s, facts.codecs,
+            measured.tables or (),
+        )  # fmt: skip
         case, factors = case_of(changed, topology), speeds.factors(workers)
     except UserError:
         return None
@@ -146,7 +148,7 @@ def _candidate(config: Config, workers: int, changes: dict[str, Any],
     mean = factors.max() if case.rounds else 1 / (1 / factors).mean()
     step_s = traffic.step_s(case, speeds.link, (speeds.step_s + speeds.between_s) * float(mean))
     key = workers, changes["mode"], changes["servers"], (changes["codec"], changes["pull_codec"])
-    least_s = facts.start_s + batches_of(changed, case, facts.measured.n_train) * step_s
+    least_s = facts.start_s + batches_of(changed, case, measured.n_train) * step_s
     return _Candidate(key, changed, hosts_nodes, least_s)
 
 

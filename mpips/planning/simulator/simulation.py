@@ -195,7 +195,8 @@ class _Arrays:
                 self.pipe_of[k], pipes = pipes, pipes + 1
         self.pipes = np.zeros((pipes + 1, sim.PIPE_COLUMNS))
         self.pipes[:, sim.QUEUE :] = -1
-        self.events = np.zeros((workers * (4 * count + 8) + 16, 3))
+        # Of each lane, as many remote pushes wait to be applied as it has receive slots.
+        self.events = np.zeros((workers * (4 * count + 8) + MOST_PLACES * count + 16, 3))
         self.batches = workers * units
         self.tally = np.zeros(sim.BINS + self.batches, np.int64)
         self.tally[sim.BINS :] = count
