@@ -52,13 +52,7 @@ def _compilable(
         made: Functions rewritten so far that the step calls, None for one that is being rewritten;
             None for the step itself.
     """
-    try:
-        lines, first = inspect.getsourcelines(function)
-    except OSError:
-        got = f"{function.__name__} without source code"
-        raise UserError(got, "a function in a file") from None
-    # Within a class, a block keeps lines that begin at column 0: comments, parts of a docstring.
-    tree = ast.parse("".join(["if True:\n" * lines[0][0].isspace(), *lines]))
+    tree = _tree(function)
     cells = (cell.cell_contents for cell in function.__closure__ or ())
     closure = dict(zip(function.__code__.co_freevars, cells, strict=True))
     outer = {**function.__globals__, **closure}
@@ -74,7 +68,6 @@ def _compilable(
     _Numbers(outer, set(function.__code__.co_varnames)).visit(found)
     if arguments:
         found.body.insert(0, ast.parse(f"{REAL} = type({arguments[0].arg} + {ZERO})").body[0])
-    ast.increment_lineno(ast.fix_missing_locations(tree), first - 1 - lines[0][0].isspace())
     helpers = {} if made is None else made
     names = {
         name: _helper(outer[name], helpers)
@@ -90,6 +83,20 @@ def _compilable(
     rebuilt: FunctionType = names[function.__name__]
     rebuilt.__annotations__ = {argument.arg: float for argument in arguments}
     return make_step(rebuilt)
+
+
+def _tree(function: FunctionType) -> ast.Module:
+    """Return the syntax tree of a function's source, with the line numbers of its file."""
+    try:
+        lines, first = inspect.getsourcelines(function)
+    except OSError:
+        got = f"{function.__name__} without source code"
+        raise UserError(got, "a function in a file") from None
+    # Within a class, a block keeps lines that begin at column 0: comments, parts of a docstring.
+    inner = lines[0][0].isspace()
+    tree = ast.parse("".join(["if True:\n" * inner, *lines]))
+    ast.increment_lineno(tree, first - 1 - inner)
+    return tree
 
 
 def _definition(function: FunctionType, tree: ast.Module) -> ast.FunctionDef:
