@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39772
+TOTAL = 39776
 TESTS = 37938  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
@@ -31,7 +31,7 @@ BUDGET = {
     "library": 1657,
     "lightning": 777,
     "mpi": 1802,
-    "optim": 974,
+    "optim": 978,
     "planning": 2535,
     "problems": 931,
     "ps": 2240,

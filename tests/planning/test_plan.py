@@ -561,8 +561,8 @@ def test_a_search_in_words_and_json() -> None:
     assert all(other["why"] for other in found["others"])
     assert "link" in found["assumed"]
     assert not {"servers", "mode", "codec"} & set(found["assumed"])
-    spared = planned(f"{words} 1h --spares 1")["others"]
-    (served,) = (each for each in spared if each["mode"] == "async")
+    others = planned(f"{words} 1h --spares 1")["others"]
+    (served,) = (each for each in others if each["mode"] == "async")
     assert (served["workers"], served["servers"], served["ranks"]) == (1, 2, 3), "and a spare"
     assert "--workers 1 --mode async --servers 1 " in text_of(f"{words} 1h --spares 1")
     assert late.startswith("none of ")
