@@ -85,6 +85,7 @@ class ReplayStart(Start):
         self.program, self._to_replay = program, link
         self.job, self.config, self.out = job, job.config, job.out
         self.ranks, self.trains, self._link = job.cluster, True, None
+        self.board = contextlib.ExitStack()  # the end of the process closes what is open
         job.sets_rate = program.sets_rate
 
     def __getattr__(self, name: str) -> NoReturn:
