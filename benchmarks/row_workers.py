@@ -19,11 +19,12 @@ from numba import njit
 
 from benchmarks.rows_program import warm_steps
 from benchmarks.turns import compare_rates, take_turns
+from mpips.mpi.pages import shared_zeros
 from mpips.mpi.process import keep_freed_memory
 from mpips.tools.bench import jobs
 from mpips.tools.bench.measure import Options, Row
 from mpips.tools.bench.row_ids import ROW_DIM, ROW_IDS, row_ids
-from mpips.tools.bench.rows import gather, scatter_add, zeros
+from mpips.tools.bench.rows import gather, scatter_add
 
 WORKERS = 2
 STEPS, QUICK_STEPS = 900, 600  # steps of the default size, enough for both processes to overlap
@@ -150,8 +151,9 @@ def plain_rate(case: Case, steps: int, adagrad: bool = False) -> float:
 
 def _plain_ends(case: Case, adagrad: bool, steps: int) -> list[list[float]]:
     width = case.dim * (1 + adagrad)
-    table, lists = zeros("f4", (case.rows, width)), row_ids(case.drawn, case.rows, case.ids)
-    _step(zeros("f4", (1, 1 + adagrad)), np.zeros(1, np.int64), np.zeros((1, 1), "f4"))  # compiled
+    table, lists = shared_zeros("f4", (case.rows, width)), row_ids(case.drawn, case.rows, case.ids)
+    few = shared_zeros("f4", (1, 1 + adagrad))
+    _step(few, np.zeros(1, np.int64), np.zeros((1, 1), "f4"))  # compiled
     fork, ends = multiprocessing.get_context("fork"), list[Connection]()
     together = fork.Barrier(WORKERS)
     for number in range(WORKERS):

@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39776
+TOTAL = 39771
 TESTS = 37938  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
@@ -30,7 +30,7 @@ BUDGET = {
     "layout": 436,
     "library": 1657,
     "lightning": 777,
-    "mpi": 1802,
+    "mpi": 1807,
     "optim": 978,
     "planning": 2535,
     "problems": 931,
@@ -40,7 +40,7 @@ BUDGET = {
     "snapshot": 714,
     "strategies": 429,
     "tables": 1473,
-    "tools": 5668,
+    "tools": 5658,
     "torch": 1699,
     "train.py": 85,
     "transport": 1652,

@@ -11,6 +11,7 @@ second mapping.
 import contextlib
 import ctypes
 import errno
+import math
 import mmap
 import os
 import platform
@@ -54,6 +55,13 @@ def _library() -> ctypes.CDLL:
 def _advise(begin: int, size: int, advice: int) -> bool:
     """Call madvise(2); return whether it succeeded."""
     return not _library().madvise(begin, size, advice)
+
+
+def shared_zeros(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Return zeros that forked processes share; a page takes memory when it is first written."""
+    count, flags = math.prod(shape), mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    memory = mmap.mmap(-1, max(1, count * np.dtype(dtype).itemsize), flags)
+    return np.frombuffer(memory, dtype, count).reshape(shape)
 
 
 def text_of(path: Path) -> str:

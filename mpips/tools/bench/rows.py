@@ -3,8 +3,6 @@
 A lazy table, which finds its rows by an index, is compared with a dense one.
 """
 
-import math
-import mmap
 from collections.abc import Callable
 from functools import partial
 
@@ -13,7 +11,7 @@ from numba import njit
 
 from mpips.layout.tables import Ownership, Table, combine
 from mpips.library.optimizers import Adagrad
-from mpips.mpi.pages import MAP_NORESERVE
+from mpips.mpi.pages import shared_zeros
 from mpips.mpi.world import Cluster
 from mpips.optim.row_rules import make_row_rule
 from mpips.tables.shard import TableShard, row_fields
@@ -48,13 +46,6 @@ def scatter_add(table: np.ndarray, ids: np.ndarray, grads: np.ndarray, rate: flo
             row[j] -= factor * grad[j]
 
 
-def zeros(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Return an array of zeros in shared memory with small pages, as in a new window."""
-    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-    memory = mmap.mmap(-1, math.prod(shape) * np.dtype(dtype).itemsize, flags)
-    return np.frombuffer(memory, dtype).reshape(shape)
-
-
 class _Sides:
     """Both sides of a comparison, over the same ids and gradients."""
 
@@ -62,7 +53,7 @@ class _Sides:
         self.ids = list(row_ids("zipf-rows" if zipfian else "uniform-rows", rows))
         self.grads = np.random.default_rng(0).standard_normal((IDS, DIM), "f4")
         self.out = np.zeros((IDS, DIM), "f4")
-        self.table = zeros("f4", (rows, DIM))
+        self.table = shared_zeros("f4", (rows, DIM))
         self.full, self.lazy = (_shard(rows, capacity) for capacity in ("full", "lazy"))
         self.places = [self.full.ownership.places(ids) for ids in self.ids]
         self.sums = np.zeros((IDS, DIM), "f4")
@@ -106,7 +97,7 @@ def _shard(rows: int, capacity: str) -> TableShard:
     ownership = Ownership("rows", Table(rows, DIM, capacity=capacity), 1)
     rule = make_row_rule(Adagrad(0.1))
     fields = row_fields(ownership, 0, rule, "f4")
-    memory = {field.name: zeros(field.dtype, field.shape) for field in fields}
+    memory = {field.name: shared_zeros(field.dtype, field.shape) for field in fields}
     return TableShard(ownership, 0, memory, rule)
 
 

@@ -8,7 +8,6 @@ computes at a time.
 
 import contextlib
 import math
-import mmap
 import random
 import signal
 import sys
@@ -27,7 +26,7 @@ from mpips.kernels.vectors import scale, sum_squares
 from mpips.launch.mpirun import when_orphaned
 from mpips.layout.roles import Roles
 from mpips.mpi.collectives import Arrays
-from mpips.mpi.pages import MAP_NORESERVE
+from mpips.mpi.pages import shared_zeros
 from mpips.mpi.window import Field, Window
 from mpips.mpi.world import Cluster
 from mpips.optim import Ranges, clip_factor
@@ -193,21 +192,14 @@ class Memory(Window):
 
     def __init__(self, fields: Mapping[int, tuple[Field, ...]]) -> None:
         self._arrays = {
-            (rank, field.name): _zeros(field) for rank, each in fields.items() for field in each
+            (rank, field.name): shared_zeros(field.dtype, field.shape)
+            for rank, each in fields.items()
+            for field in each
         }
 
     def view(self, rank: int, name: str) -> np.ndarray:
         """Return the array of a rank's field."""
         return self._arrays[rank, name]
-
-
-def _zeros(field: Field) -> np.ndarray:
-    """Return a shared array of zeros, whose pages take memory only after they are written."""
-    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-    memory = mmap.mmap(-1, max(1, field.nbytes), flags=flags)
-    return np.frombuffer(
-        memory, field.dtype, field.nbytes // np.dtype(field.dtype).itemsize
-    ).reshape(field.shape)
 
 
 class ReplayEnded(BaseException):
@@ -232,7 +224,7 @@ class ReplayLink:
 
     def __init__(self, pipe: Connection, job: Job, part: Part, memory: Memory) -> None:
         self.pipe, self._part, self._memory = pipe, part, memory
-        self.replica, self.grad = _zeros(Field("", job.dtype.str, (2, job.layout.size)))
+        self.replica, self.grad = shared_zeros(job.dtype.str, (2, job.layout.size))
 
     def tasks(self, job: Job) -> Tasks[None]:
         """Compute a gradient for each batch that the replay sends.
