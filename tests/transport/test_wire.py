@@ -164,19 +164,28 @@ def test_a_read_that_has_come_is_stamped(may_die: bool) -> None:
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
 def test_rows_are_written_as_they_come(codec: str) -> None:
+    """All requests of a call want the same updates, also those that follow a change of mind."""
+    wanted = list[tuple[int, ...]]()
+
+    def lets(rank: int, *needs: int) -> bool:
+        wanted.append(needs)
+        return True
+
     rng, packed = np.random.default_rng(0), make_codec(codec)
     held, ids = rng.standard_normal((ROWS, DIM), "f4"), rng.integers(0, ROWS, 9000)
     cluster: Any = SimpleNamespace(
         arrays=Arrays(MPI.COMM_SELF), failures=Failures([]), is_local=lambda rank: False,
         roles=SimpleNamespace(owners=(0,)),
     )  # fmt: skip
-    table = JobTable("rows", Table(ROWS, DIM), Sgd(1.0), 0, ROWS, lambda version: 1.0)
+    table = JobTable("rows", Table(ROWS, DIM), Sgd(1.0), 0, ROWS // 3, lambda version: 1.0)
     ownership = table.owned_by(1)
     served = ServedRows(lambda places, out: np.take(held, places, 0, out), DIM)
-    replies = RowReplies(cluster, [served], np.dtype("f4"), Packing(packed), 0)
+    replies = RowReplies(cluster, [served], np.dtype("f4"), Packing(packed), 0, lets=lets)
     remote = RemoteRows(cluster, 0, table, np.dtype("f4"), packed)
     places = ownership.places(ids)
+    remote.want(5, 6)
     coming, out = remote.begin(ownership.sort(places)), np.full((len(ids), DIM), np.nan, "f4")
+    remote.want(4, 5)
     here, turns = False, [0]
     while not here:
         replies.serve(most=1)
@@ -184,4 +193,5 @@ def test_rows_are_written_as_they_come(codec: str) -> None:
         turns.append(int(np.isfinite(out).all(axis=1).sum()))
     assert turns == sorted(turns), "a row that was written stays"
     assert len(set(turns)) > 3, "some were written before all had come"
+    assert wanted == [(5, 6)] * 3
     np.testing.assert_allclose(out, held[places], atol=0.05 * (codec == "int8"), rtol=0)
