@@ -51,10 +51,14 @@ def net() -> nn.Module:
 
 
 class Odd(nn.Module):
-    """A net with all that is not plain: frozen, tied and unused parameters."""
+    """A net with all that is not plain: frozen, tied and unused parameters, and of two widths."""
+
+    sparse = True
 
     def __init__(self) -> None:
         super().__init__()
+        self.rows, self.wide = nn.Parameter(torch.ones(9, 9)), nn.Linear(2, 2).double()
+        self.register_buffer("roots", torch.ones(2, dtype=torch.complex64).conj())
         self.first, self.unused = nn.Linear(6, 9), nn.Linear(3, 2)
         self.out, self.same = nn.Linear(9, 2), nn.Linear(9, 2)
         self.same.weight = self.out.weight
@@ -62,7 +66,8 @@ class Odd(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(self.first(x))
-        return self.out(x) + self.same(x)
+        x = x * F.embedding(x.argmax(1), self.rows, sparse=self.sparse)
+        return self.wide((self.out(x) + self.same(x)).double())
 
 
 def plainly(model: nn.Module, opt: Any, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -97,6 +102,7 @@ def plain(step: Step, size: int, make: Make) -> nn.Module:
     """Return the model after an epoch of such steps of plain torch."""
     torch.manual_seed(0)
     model = make()
+    model.sparse = False  # torch's Adam takes no sparse gradient
     opt = torch.optim.Adam(model.parameters(), 0.01)
     for begin in range(0, len(points), size):
         step(model, opt, *(t[begin : begin + size] for t in DATA.tensors))
@@ -208,6 +214,7 @@ def test_what_a_loop_cannot_do_is_told(run: Runs, capfd: pytest.CaptureFixture[s
         refused(lambda: next(iter(worker.loader(DATA, batch_size=SIZE))), again)
         refused(opt.step, "step without a batch")
 
+    refused(lambda: run(train, net, seed="x"), "seed 'x', expected an integer >= 0")
     run(train, net, quiet=False)
     assert "the loop takes 40 epochs: epochs= was not given" in capfd.readouterr().out
     kept[0].step()

@@ -310,45 +310,6 @@ def test_a_model_of_random_numbers_is_the_same_on_every_rank() -> None:
 X, Y = torch.arange(12.0).reshape(6, 2), torch.arange(6)
 
 
-class Widths(torch.nn.Module):  # type: ignore[name-defined, misc]
-    """Has parameters of 32 and of 64 bits, a sparse gradient, and a conjugate view."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.narrow, self.wide = torch.nn.Linear(2, 3), torch.nn.Linear(3, 1).double()
-        self.rows = torch.nn.Parameter(torch.ones(6, 3))
-        self.register_buffer("roots", torch.ones(2, dtype=torch.complex64).conj())
-
-    def forward(self, x: Any, ids: Any) -> Any:
-        rows = torch.nn.functional.embedding(ids, self.rows, sparse=True)
-        return self.wide((self.narrow(x) * rows).double()).square().mean()
-
-
-def fitted(model: Callable[[], Any], out: Path, **options: Any) -> Any:
-    """Return the state after two passes of one rank, over three batches in order."""
-
-    def train(worker: mt.Worker) -> None:
-        for batch in worker.loader(TensorDataset(X, Y), batch_size=2, epochs=2):
-            worker.model(*batch).backward()
-            worker.optimizer.step()
-
-    given = {"mode": "sync", "shuffle": False, "quiet": True, "out": out, **options}
-    return mt.run(train, model, mpips.SGD(1e-3), **given).state_dict
-
-
-def test_parameters_keep_their_widths(tmp_path: Path) -> None:
-    """A sparse gradient is as any other."""
-    found, alone = fitted(Widths, tmp_path / "run"), make_model(Widths, 0)
-    opt = torch.optim.SGD(alone.parameters(), 1e-3)
-    for x, ids in 2 * [*DataLoader(TensorDataset(X, Y), 2)]:
-        opt.zero_grad()
-        alone(x, ids).backward()
-        opt.step()
-    torch.testing.assert_close(found, dict(alone.state_dict()))
-    with pytest.raises(UserError, match="seed 'x', expected an integer >= 0"):
-        fitted(Widths, tmp_path / "run", seed="x")
-
-
 @pytest.mark.parametrize("dataset", [TensorDataset(X, Y), list(zip(X, Y, strict=True))])
 def test_batches_are_those_of_a_data_loader(dataset: Any) -> None:
     batch, _ = TorchSamples(dataset).read(np.array([4, 1]))
