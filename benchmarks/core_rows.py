@@ -25,8 +25,7 @@ import numpy as np
 import mpips
 from benchmarks.row_workers import DRAWN
 from mpips.layout.tables import Ownership, combine
-from mpips.mpi.pages import LargePages, Remapped, large_page
-from mpips.mpi.process import keep_freed_memory
+from mpips.mpi.pages import LargePages, Remapped, keep_freed_memory, large_page
 from mpips.optim.row_rules import make_row_rule
 from mpips.tables.shard import TableShard, row_fields
 from mpips.tools.bench import jobs

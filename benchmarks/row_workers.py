@@ -19,8 +19,7 @@ from numba import njit
 
 from benchmarks.rows_program import warm_steps
 from benchmarks.turns import compare_rates, take_turns
-from mpips.mpi.pages import shared_zeros
-from mpips.mpi.process import keep_freed_memory
+from mpips.mpi.pages import keep_freed_memory, shared_zeros
 from mpips.tools.bench import jobs
 from mpips.tools.bench.measure import Options, Row
 from mpips.tools.bench.row_ids import ROW_DIM, ROW_IDS, row_ids

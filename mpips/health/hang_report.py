@@ -6,6 +6,7 @@ Loads no MPI.
 import contextlib
 import os
 import platform
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,24 @@ NAMED = 4  # most ranks that the report names as awaited by one rank
 HEADER = ("rank", "role", "host", "pid", "phase", "in", "since", "clock", "queue", "beat")
 AT_WORK = 0.1  # a rank is at work if it does not wait, and uses at least this part of a core
 PATIENCE = 12  # multiple of the limit for ranks at work
+# Parts of a stack to leave out: addresses, and the frames below the program.
+LEFT_OUT = re.compile(r' ?0x[0-9a-f]+|^  File "(<frozen runpy>|.*/mpips/launch/rank.py)".*\n', re.M)
+LOOK_ON = re.compile(r" in (watch_over|report_and_check)\n")  # frames of mpips's own threads
 TICKS_S = os.sysconf("SC_CLK_TCK")
+
+
+def shown_stacks(text: str) -> str:
+    """Return the stacks that faulthandler has written, without mpips's own threads."""
+    threads = [thread for thread in text.split("\n\n") if not LOOK_ON.search(thread)]
+    return LEFT_OUT.sub("", "\n\n".join(threads))
+
+
+def alike_once(texts: Iterable[tuple[str, str]]) -> str:
+    """Return texts with the names that they belong to; equal texts only once."""
+    found: dict[str, list[str]] = {}
+    for name, text in texts:
+        found.setdefault(text, []).append(name)
+    return "".join(f"{', '.join(names)}:\n{text}" for text, names in found.items())
 
 
 def trouble(record: RankStatus) -> str:

@@ -28,7 +28,7 @@ from types import FrameType
 
 from mpips.errors import Exit, UserError, complain
 from mpips.health import status_board
-from mpips.health.hang_report import HangDetector, Stopped, table, trouble
+from mpips.health.hang_report import HangDetector, Stopped, alike_once, shown_stacks, table, trouble
 from mpips.health.status_board import Address, RankStatus, StatusBoard
 from mpips.mpi import abort, process, segments, signals
 from mpips.mpi.abort import Failures
@@ -251,13 +251,13 @@ def _stacks_of(ranks: Sequence[RankStatus]) -> str:
     for status in asked:
         process.send_signal(status.pid, DUMP)
     time.sleep(STACKS_S)
-    return process.alike_once((f"rank {status.rank}", _written(status)) for status in asked)
+    return alike_once((f"rank {status.rank}", _written(status)) for status in asked)
 
 
 def _written(status: RankStatus) -> str:
     with contextlib.suppress(OSError):
         text = Path(f"/proc/{status.pid}/fd/{status.stacks}").read_text(errors="replace")
-        return process.shown_stacks(text)
+        return shown_stacks(text)
     return "  does not answer\n"
 
 

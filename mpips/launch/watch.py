@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from mpips.checkpoint.files import committed, folder_step
 from mpips.checkpoint.run_folder import CHECKPOINTS, DONE, METRICS, RunFolder, Tail
-from mpips.health.hang_report import Quiet
+from mpips.health.hang_report import Quiet, alike_once, shown_stacks
 from mpips.launch.heartbeat import CURRENT, DUMP, DUMP_REMOTE, LINES, STACKS, Terms, explained
-from mpips.mpi.process import GONE, TRACED, alike_once, send_signal, shown_stacks, trouble
+from mpips.mpi.process import GONE, TRACED, send_signal, trouble
 
 ENDED_S = 10.0  # time in which a job that cannot continue without a rank ends by itself
 JOB = "job"

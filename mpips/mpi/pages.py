@@ -32,6 +32,7 @@ MREMAP_MAYMOVE, MREMAP_FIXED = 1, 2
 # Numbers of the system call. UCX before 1.15 replaces the C library's function by its own, which
 # ignores the new address (https://github.com/openucx/ucx/issues/8820).
 SYS_MREMAP = {"x86_64": 25, "aarch64": 216, "riscv64": 216, "ppc64le": 163, "s390x": 163}
+KEPT_BYTES = (1 << 25) - (1 << 16)  # a little less than glibc's DEFAULT_MMAP_THRESHOLD_MAX
 FULL, FULL_OF = 7, 8  # a page is collapsed if 7/8 of it are in use, so it adds at most a seventh
 # Most pages collapsed at once, since the kernel waits for all cores before each. And the pause
 # after that, as a multiple of the time taken.
@@ -109,6 +110,16 @@ def give_back(array: np.ndarray) -> bool:
         return False
     # MADV_REMOVE makes a hole in the file of shared memory; MADV_DONTNEED is for private memory.
     return any(_advise(begin, size, advice) for advice in (MADV_REMOVE, mmap.MADV_DONTNEED))
+
+
+def keep_freed_memory() -> None:
+    """Have malloc keep freed arrays of up to 32 MiB each, at most 64 MiB in all.
+
+    Otherwise, a step that allocates and frees such arrays returns their pages to the kernel, which
+    clears them again for the next step. Freeing such a block raises the threshold for mmap of
+    glibc's malloc (mallopt(3), M_MMAP_THRESHOLD). In other libraries this has no effect.
+    """
+    np.empty(KEPT_BYTES, np.uint8)
 
 
 # A second mapping --------------------------------------------------------------------------------

@@ -13,11 +13,12 @@ Messages:
 import contextlib
 import os
 import platform
-import re
 import signal
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+
+from mpips.errors import listed
 
 NAME, STATE, PARENT, SESSION, USER, SYSTEM, STARTED = 0, 1, 2, 4, 12, 13, 20  # see `stat_of`
 HOST_NAMESPACE = "user:[4026531837]"  # PROC_USER_INIT_INO of Linux
@@ -29,10 +30,6 @@ SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 STOPPED, GONE, TRACED = "is stopped", "is gone", "is held by a debugger"
 
-# Parts of a stack to leave out: addresses, and the frames below the program.
-LEFT_OUT = re.compile(r' ?0x[0-9a-f]+|^  File "(<frozen runpy>|.*/mpips/launch/rank.py)".*\n', re.M)
-LOOK_ON = re.compile(r" in (watch_over|report_and_check)\n")  # frames of mpips's own threads
-KEPT_BYTES = (1 << 25) - (1 << 16)  # a little less than glibc's DEFAULT_MMAP_THRESHOLD_MAX
 
 MEETS, LEFT = "mpips-meets", "mpips-left"  # names of processes, of at most 15 bytes
 MPI4PY = "/mpi4py/MPI."  # in the path of the library that starts MPI
@@ -43,20 +40,6 @@ KILL_POLL_S = 0.01
 PATIENCE = 12  # multiple of the limit for ranks at work
 
 _ranks: dict[tuple[int, str], tuple[int | None, list[str | None]]] = {}  # by process id and start
-
-
-def shown_stacks(text: str) -> str:
-    """Return the stacks that faulthandler has written, without mpips's own threads."""
-    threads = [thread for thread in text.split("\n\n") if not LOOK_ON.search(thread)]
-    return LEFT_OUT.sub("", "\n\n".join(threads))
-
-
-def alike_once(texts: Iterable[tuple[str, str]]) -> str:
-    """Return texts with the names that they belong to; equal texts only once."""
-    found: dict[str, list[str]] = {}
-    for name, text in texts:
-        found.setdefault(text, []).append(name)
-    return "".join(f"{', '.join(names)}:\n{text}" for text, names in found.items())
 
 
 def kill(pids: Collection[int], within_s: float) -> list[int]:
@@ -215,18 +198,6 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.machine()
-
-
-def keep_freed_memory() -> None:
-    """Have malloc keep freed arrays of up to 32 MiB each, at most 64 MiB in all.
-
-    Otherwise, a step that allocates and frees such arrays returns their pages to the kernel, which
-    clears them again for the next step. Freeing such a block raises the threshold for mmap of
-    glibc's malloc (mallopt(3), M_MMAP_THRESHOLD). In other libraries this has no effect.
-    """
-    import numpy as np
-
-    np.empty(KEPT_BYTES, np.uint8)
 
 
 def cores() -> int:
@@ -389,10 +360,10 @@ class Absent:
 
 
 def _named(late: dict[int, int]) -> str:
-    *most, last = [f"{rank} (process {pid})" for rank, pid in late.items()] or [""]
-    if not last:
-        return "a rank has"
-    return f"ranks {', '.join(most)} and {last} have" if most else f"rank {last} has"
+    names = listed([f"{rank} (process {pid})" for rank, pid in late.items()], most=4)
+    if len(late) > 1:
+        return f"ranks {names} have"
+    return f"rank {names} has" if late else "a rank has"
 
 
 def _used(pid: int) -> int:

@@ -28,7 +28,7 @@ from mpips.launch import heartbeat
 from mpips.mpi import abort
 from mpips.mpi.collectives import PIECE, begin_sum, broadcast_polled
 from mpips.mpi.evaluator_link import Link
-from mpips.mpi.process import keep_freed_memory
+from mpips.mpi.pages import keep_freed_memory
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome

@@ -164,7 +164,7 @@ def test_who_is_told_of() -> None:
         assert zero.call("told(0, [1, 2])") == [[0, left, True]]
         one.call("process.set_name('late')")
         found = zero.call("told(0, [1, 2])")
-        late = f"ranks 1 (process {one.pid}) and 2 (process {two.pid}) have not come to the run"
+        late = f"ranks 1 (process {one.pid}), 2 (process {two.pid}) have not come to the run"
         assert found == [[0, f"{late} for 10 s", False], [6, f"{late} for 125 s", True]]
         zero.call("setattr(process, '_used', lambda pid, used=iter(range(9999)): next(used))")
         assert zero.call("told(0, [1, 2])") == [[0, f"{late} for 10 s", False]], "they are at work"
@@ -177,7 +177,7 @@ def test_who_is_told_of() -> None:
 STEPS = """
 import resource
 import numpy as np
-from mpips.mpi.process import keep_freed_memory
+from mpips.mpi.pages import keep_freed_memory
 
 def step():
     arrays = [np.ones(1 << 20, np.uint8) for _ in range(8)]
