@@ -167,12 +167,12 @@ def check_names(names: Sequence[str]) -> None:
 
     A slash makes a group (``layer1/w``). So no name may be the group of another name.
     """
-    taken = {"/".join(n.split("/")[:k]) for n in names for k in range(1, n.count("/") + 1)}
-    counts = Counter(names)
+    groups = {"/".join(n.split("/")[:k]) for n in names for k in range(1, n.count("/") + 1)}
+    counts = Counter([*names, *groups])
     for name in names:
         if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
             raise UserError(f"array name {name!r}", "parts that are neither empty nor dots")
-        if name in taken or counts[name] > 1:
+        if counts[name] > 1:
             raise UserError(f"array name {name!r}", "a name that is not another's or its group")
 
 
