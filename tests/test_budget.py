@@ -11,12 +11,12 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39771
-TESTS = 37880  # all lines of tests and of their helpers, likewise
+TOTAL = 39773
+TESTS = 37882  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 69,
-    "checkpoint": 1518,
+    "checkpoint": 1520,
     "codecs": 617,
     "config": 1252,
     "datasets": 2646,

@@ -180,12 +180,14 @@ def is_claimed(out: Path) -> bool:
 
     The lock is left as it is. For a moment it is shared with others that look.
     """
+    if not os.path.isfile(out / LOCK):  # to open a pipe would block
+        return False
     try:
         with open(out / LOCK) as lock:  # which another user may read
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # no lock file, or no locks
+    except OSError:  # no locks
         return False
     return False
 

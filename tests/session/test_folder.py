@@ -63,6 +63,8 @@ def test_a_folder_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     release()
     assert not is_claimed(out)
     assert not is_claimed(tmp_path / "none")
+    os.mkfifo(tmp_path / LOCK)
+    assert not is_claimed(tmp_path)
     found = folder.find_run(parse_command_line(["--resume", "auto"]))
     assert (found.out, found.resumed) == (out, False), "nothing was saved: begins anew"
     assert is_claimed(out)
