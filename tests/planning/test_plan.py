@@ -96,6 +96,7 @@ def test_rows_are_messages_too(rounds_: bool) -> None:
     empty = dataclasses.replace(plain, shards=(0,) * len(plain.shards))
     rows = dataclasses.replace(empty, rows=Rows(float(M), float(M)))
     found, expected = (simulated(of, Speeds(PIPE_S, **FAST)).step_s for of in (rows, plain))
+    assert simulated(empty, Speeds(0.5, **FAST), quota=True).step_s == pytest.approx(0.5)
     many = 2.0 if rounds_ else 1.0  # workers send their rows by themselves, as there in sums
     assert found == pytest.approx(expected, rel=0.02 * many)
 
@@ -241,10 +242,8 @@ def test_the_search_finds_the_cheapest() -> None:
         with contextlib.suppress(UserError):
             job = resolve({"server_ranks": (), "backup_workers": 0, **changes}, vars(config))
             jobs.append(predict(job, *world(workers + changes["servers"]), FACTS))
-    best, cheapest = (
-        found.best,
-        min(job.core_hours for job in jobs if job.lifetime.mean_s <= deadline_s),
-    )
+    best = found.best
+    cheapest = min(job.core_hours for job in jobs if job.lifetime.mean_s <= deadline_s)
     assert best is not None
     assert best.core_hours == pytest.approx(cheapest)
     assert best.core_hours > free.fastest.core_hours

@@ -252,7 +252,7 @@ def push(s: State, w: int, now: float) -> None:
     worker[PUSH] += now - worker[SINCE]
     worker[UNSENT] = count
     worker[STEP] += 1
-    worker[SINCE] = now
+    worker[SINCE] = s.events[0, END_AT] = now
     for k in range(count):
         lane = s.lanes[k]
         if lane[AT] == worker[NODE]:
