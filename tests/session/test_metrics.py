@@ -147,23 +147,15 @@ def test_lines_that_cannot_be_written_come_later(
     assert capsys.readouterr() == ("", f"mpips: warning: {warning}\n")
 
 
-def test_a_line_is_there_at_once(path: Path) -> None:
-    """A run that is killed leaves every line that it wrote, to which the next one adds."""
+@pytest.mark.parametrize("left", ["", '{"kind": "train", "st'])
+def test_a_line_is_there_at_once(left: str, path: Path) -> None:
+    """The next job adds its lines, also to one that a full disk or a crash has cut off."""
+    path.write_text(left)
     for step in (1, 2):
         with Log(path, 0.0) as log:
             log.event("start", step)
-            assert [row["step"] for row in rows(path)] == [1, 2][:step]
-
-
-def test_a_line_that_was_cut_off_stays_by_itself(path: Path) -> None:
-    """A full disk or a crash has left a part of it; the next job begins a line of its own."""
-    path.write_text('{"kind": "train", "st')
-    for step in (1, 2):
-        with Log(path, 0.0) as log:
-            log.event("start", step)
-    first, *others = path.read_text().splitlines()
-    assert first == '{"kind": "train", "st'
-    assert [json.loads(line)["step"] for line in others] == [1, 2]
+            found = path.read_text().removeprefix(left).strip().splitlines()
+            assert [json.loads(line)["step"] for line in found] == [1, 2][:step]
 
 
 def test_a_log_that_cannot_be_reopened_goes_on(path: Path) -> None:

@@ -126,52 +126,35 @@ def of_each_other(folder: Path) -> None:
                 pass
 
 
-def with_slots(folder: Path) -> None:
-    """One worker's pushes, saved and loaded: the serial rule's bits; updates go back by a load."""
-    random, serial = np.random.default_rng(0), RULES["adam"]()
-    params, grads = random.standard_normal(N), random.standard_normal((3, PUSHES, N))
-    with mpips.Store(None, {"w": params}, mpips.Adam(0.1), servers=1, dtype="float64") as store:
-        if store.worker is None:
-            return
-        state = [params, *(np.zeros(N) for _ in serial.slots)]
-        saved, updates = state, 0
-        for k, part in enumerate(grads):
-            for grad in part:
-                updates += 1
-                serial.apply(state[0], grad, tuple(state[1:]), updates, 0.1)
-                if store.worker == 0:
-                    store.grads["w"][:] = grad
-                    store.push()
-            assert store.save(folder / str(k)) == updates
-            if store.worker == 0:  # others may find its next pushes
-                assert store.pull()["w"].tobytes() == state[0].tobytes()
-            if k == 0:
-                saved = [array.copy() for array in state]
-            if k == 1:
-                assert store.load(folder / "0") == PUSHES
-                state, updates = saved, PUSHES
-
-
 def counting(folder: Path) -> None:
-    """A rule counts its updates from those in its state, also if the state begins anew."""
-    random, serial = np.random.default_rng(1), RULES["adam"]()
-    state = [np.zeros(N), *(np.zeros(N) for _ in serial.slots)]
-    before, updates, how = "", 0, {"servers": 1, "dtype": "float64"}
-    for name, rule in {"sgd": COUNT, "anew": mpips.Adam(0.1), "again": mpips.Adam(0.1)}.items():
-        with mpips.Store(None, {"w": state[0]}, rule, **how) as store:
-            if store.worker is not None:
-                step = store.load(folder / before) if before else 0
-                for _ in range(PUSHES):
-                    grad = random.standard_normal(N) * (rule is not COUNT)
-                    if rule is not COUNT:
-                        updates += 1
-                        serial.apply(state[0], grad, tuple(state[1:]), updates, 0.1)
+    """One worker's pushes, saved and loaded: the serial rule's bits; updates go back by a load.
+
+    A rule counts its updates from those in its state, also if the state begins anew.
+    """
+    random, serial = np.random.default_rng(0), RULES["adam"]()
+    state, updates, adam = [np.zeros((1 + len(serial.slots), N))], [0], mpips.Adam(0.1)
+    # Of each store what it loads before some pushes, if anything, and what it saves after them.
+    stores = (
+        (COUNT, [("", "1")]), (adam, [("1", "2"), ("", "3"), ("2", "4")]), (adam, [("4", "5")])
+    )  # fmt: skip
+    for rule, parts in stores:
+        with mpips.Store(None, {"w": np.zeros(N)}, rule, servers=1, dtype="float64") as store:
+            for load, save in parts if store.worker is not None else ():
+                at = int(load or len(state) - 1)
+                assert not load or store.load(folder / load) == updates[at]
+                now, before = state[at].copy(), PUSHES if rule is adam else 0
+                for k in range(1, PUSHES + 1):
+                    grad = random.standard_normal(N) * (rule is adam)
+                    if rule is adam:
+                        serial.apply(now[0], grad, tuple(now[1:]), updates[at] - before + k, 0.1)
                     if store.worker == 0:
                         store.grads["w"][:] = grad
                         store.push()
-                assert store.save(folder / name) == step + PUSHES
-                assert store.pull()["w"].tobytes() == state[0].tobytes(), name
-                before = name
+                state.append(now)
+                updates.append(updates[at] + PUSHES)
+                assert store.save(folder / save) == updates[-1]
+                if store.worker == 0:  # others may find its next pushes
+                    assert store.pull()["w"].tobytes() == now[0].tobytes(), save
 
 
 def main(folder: Path) -> None:
@@ -182,7 +165,6 @@ def main(folder: Path) -> None:
     on_others(folder / "servers")
     two_at_once()
     of_each_other(folder)
-    with_slots(folder / "slots")
     counting(folder / "counts")
     assert WORLD.allreduce(1) == WORLD.size
     assert not verify(need_whole(folder / "servers")[0].path)
