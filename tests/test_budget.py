@@ -11,8 +11,8 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39773
-TESTS = 37882  # all lines of tests and of their helpers, likewise
+TOTAL = 39765
+TESTS = 37856  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 69,
@@ -28,12 +28,12 @@ BUDGET = {
     "kernels": 1956,
     "launch": 2341,
     "layout": 436,
-    "library": 1657,
+    "library": 1653,
     "lightning": 777,
     "mpi": 1796,
     "optim": 978,
     "planning": 2535,
-    "problems": 931,
+    "problems": 927,
     "ps": 2240,
     "rounds": 2389,
     "session": 1799,

@@ -90,14 +90,6 @@ class Model(Problem):
         """Return the parameters as given."""
         return self.arrays()
 
-    def loss_and_grad(self, params: Arrays, batch: "Batch", out: Arrays) -> float:
-        """Fail: never called, as the program follows the tasks (`mpips.problems.accumulate`)."""
-        raise NotImplementedError("the program computes gradients by itself")
-
-    def evaluate(self, params: Arrays, batch: "Batch") -> dict[str, float]:
-        """Fail: never called, as there are no held-out samples."""
-        raise NotImplementedError("nothing is held out")
-
 
 class Program(Model):
     """Problem of a program's job, with the program's arguments and the hooks of its workers.

@@ -27,7 +27,7 @@ from mpips.errors import UserError, nearest
 from mpips.layout import Layout
 from mpips.problems.base import Arrays, Problem
 from mpips.problems.evaluation import checked_loss
-from mpips.problems.rows import uses_rows
+from mpips.problems.rows import TableProblem, uses_rows
 
 __all__ = ["PROBLEMS", "Problem", "load_problem"]
 
@@ -164,8 +164,8 @@ def _load(module: str, name: str) -> Callable[..., Problem]:
 def _missing(cls: type[Any]) -> list[str]:
     methods = _ROW_METHODS if uses_rows(cls) else _METHODS
     found = {method: getattr(cls, method, None) for method in methods}
-    abstract = [name for name, f in found.items() if getattr(f, "__isabstractmethod__", False)]
-    return [name for name, f in found.items() if not callable(f) or name in abstract]
+    of_base = [f for base in (Problem, TableProblem) for f in vars(base).values()]
+    return [name for name, f in found.items() if not callable(f) or f in of_base]
 
 
 class FunctionProblem(Problem):

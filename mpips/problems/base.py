@@ -57,9 +57,10 @@ class Problem(ABC):
         All random numbers come from `rng`, so every rank can make the same parameters.
         """
 
-    @abstractmethod
     def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
         """Return the mean loss over the batch, and write its gradient.
+
+        A problem whose gradients a program computes, or whose tables have rows, has none.
 
         Args:
             params: Parameters, with the layout's names and shapes; not written.
@@ -71,13 +72,14 @@ class Problem(ABC):
             The mean loss. If parameters or inputs are NaN or infinite, so is the loss, without an
             exception or a warning.
         """
+        raise NotImplementedError("its gradients are computed elsewhere")
 
-    @abstractmethod
     def evaluate(self, params: Arrays, batch: Batch) -> dict[str, float]:
         """Return means over the batch: ``loss``, and ``accuracy`` in [0, 1] if it is defined.
 
-        The names must be the same for every batch.
+        The names must be the same for every batch. A problem that is not evaluated so has none.
         """
+        raise NotImplementedError("it is evaluated elsewhere, or not at all")
 
 
 def statistics(problem: Problem) -> tuple[str, ...]:

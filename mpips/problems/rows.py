@@ -96,14 +96,6 @@ class TableProblem(Problem):
         """
         return {}
 
-    def loss_and_grad(self, params: Arrays, batch: "Batch", out: Arrays) -> float:
-        """Raise; never called: see `loss_and_grad_rows`."""
-        raise NotImplementedError("it needs rows of its tables")
-
-    def evaluate(self, params: Arrays, batch: "Batch") -> dict[str, float]:
-        """Raise; never called: see `evaluate_rows`."""
-        raise NotImplementedError("it needs rows of its tables")
-
 
 def tables_of_problem(problem: Any) -> Mapping[str, "Table"]:
     """Return the tables of a problem, from its layout or its attribute `tables`.
