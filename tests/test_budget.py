@@ -11,20 +11,20 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39765
-TESTS = 37856  # all lines of tests and of their helpers, likewise
+TOTAL = 39767
+TESTS = 37867  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 69,
     "checkpoint": 1520,
     "codecs": 617,
-    "config": 1252,
+    "config": 1255,
     "datasets": 2646,
     "errors.py": 64,
     "extras.py": 16,
     "failover": 868,
     "health": 707,
-    "jax": 415,
+    "jax": 413,
     "kernels": 1956,
     "launch": 2341,
     "layout": 436,
@@ -41,7 +41,7 @@ BUDGET = {
     "strategies": 429,
     "tables": 1473,
     "tools": 5658,
-    "torch": 1699,
+    "torch": 1700,
     "train.py": 85,
     "transport": 1652,
 }

@@ -5,6 +5,7 @@ job files, groups are one text: ``*.bias: weight_decay=0; head.*: lr=0.1``. A ru
 ``ftrl: lr=1, l1=1``.
 """
 
+import glob
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -97,6 +98,11 @@ def parse_numbers(settings: str, where: str) -> dict[str, float]:
             raise UserError(f"{name} twice in {where}", "once")
         numbers[name] = float(number)
     return numbers
+
+
+def pattern_of(name: str) -> str:
+    """Return a pattern that matches a name, and others only where they differ in ``:`` or ``;``."""
+    return glob.escape(name).replace(":", "?").replace(";", "?")
 
 
 def text_of(groups: Iterable[Group]) -> str:

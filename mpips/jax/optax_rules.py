@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpips.config.groups import Group, text_of
+from mpips.config.groups import Group, pattern_of, text_of
 from mpips.errors import UserError
 from mpips.jax.trees import Leaves, PyTree
 from mpips.library.optimizers import SGD, Optimizer, Schedule, rule_called
@@ -202,7 +202,7 @@ def _undecayed(mask: Any, params: PyTree, small: PyTree) -> tuple[Group, ...]:
         raise UserError(got, "a pytree of booleans", "give it mask=mask(params)")
     each = jax.tree.map(lambda on, below: jax.tree.map(lambda _: on, below), whole, small)
     decays = zip(Leaves(small).names, jax.tree.leaves(each), strict=True)
-    return tuple(Group(_pattern(name), weight_decay=0.0) for name, on in decays if not on)
+    return tuple(Group(pattern_of(name), weight_decay=0.0) for name, on in decays if not on)
 
 
 def _number(name: str, closure: Mapping[str, Any], key: str) -> float:
@@ -211,11 +211,6 @@ def _number(name: str, closure: Mapping[str, Any], key: str) -> float:
         got = f"{key}={getattr(value, '__name__', value)!r} of optax.{name}"
         raise UserError(got, "a number", "a schedule may set the rate alone")
     return float(value)
-
-
-def _pattern(name: str) -> str:
-    """Return a pattern that matches the name, with wildcards for special letters."""
-    return "".join("?" if letter in "[:;" else letter for letter in name)
 
 
 def _rates(scales: Sequence[Any]) -> tuple[Schedule | None, float]:
@@ -298,4 +293,4 @@ def _rules(read: Read, names: Sequence[str]) -> list[Rule]:
     numbers = read.rule.options()
     rule = make_rule(numbers.pop("optimizer"), **numbers)
     undecayed, bare = {group.pattern for group in read.groups}, replace(rule, weight_decay=0.0)
-    return [bare if _pattern(name) in undecayed else rule for name in names]
+    return [bare if pattern_of(name) in undecayed else rule for name in names]

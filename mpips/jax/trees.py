@@ -102,7 +102,7 @@ def evaluation(metrics: Callable[..., Mapping[str, Any]], params: PyTree) -> Eva
         if not isinstance(means, Mapping):
             got = f"evaluate that returned {type(means).__name__}"
             raise UserError(got, 'a dictionary of numbers, such as {"loss": loss}')
-        return {name: float(value) for name, value in means.items()}
+        return {n: mean if np.ndim(mean) else float(mean) for n, mean in means.items()}
 
     return evaluate
 

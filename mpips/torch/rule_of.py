@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from mpips.config.groups import Group
+from mpips.config.groups import Group, pattern_of
 from mpips.errors import UserError
 from mpips.library.optimizers import Optimizer, rule_called
 from mpips.torch.state import KINDS, SPEED
@@ -17,8 +17,6 @@ from mpips.torch.state import KINDS, SPEED
 MakeOptimizer: TypeAlias = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 PER_GROUP = {"lr", "weight_decay"}
 FREE = {*PER_GROUP, *SPEED}  # arguments that may differ from those of the servers' rule
-SPECIAL = str.maketrans("[:;", "???")  # letters that a pattern does not have as themselves
-WILD = {*"*?"}
 
 
 def read_optimizer(make: MakeOptimizer, model: torch.nn.Module) -> tuple[Optimizer, list[Group]]:
@@ -110,7 +108,7 @@ def _patterns(names: Sequence[str], everywhere: Sequence[str]) -> list[str]:
         for pattern in _candidates(name):
             matches[pattern].add(name)
     for pattern in matches:
-        if WILD & {*pattern.removeprefix("*.").removesuffix(".*")}:  # it may match other names too
+        if "?" in pattern:  # it may match other names too
             matches[pattern] = {*matching(everywhere, pattern)}
     exact = [pattern for pattern, found in matches.items() if found <= {*names}]
     missing, patterns = {*names}, list[str]()
@@ -118,15 +116,18 @@ def _patterns(names: Sequence[str], everywhere: Sequence[str]) -> list[str]:
         if missing & matches[pattern]:
             patterns.append(pattern)
             missing -= matches[pattern]
+    if missing:
+        got, expected = f"a parameter group with {min(missing)!r}", "names without : and ;"
+        raise UserError(got, expected, "one of another group differs only in these")
     return patterns
 
 
 def _candidates(name: str) -> list[str]:
     """Return patterns that match a name: itself, its last part, and its prefixes."""
-    parts = name.split(".")
+    parts = pattern_of(name).split(".")
     prefixes = [".".join(parts[:k]) + ".*" for k in range(1, len(parts))]
     suffix = [f"*.{parts[-1]}"] if prefixes else []
-    return [p.translate(SPECIAL) for p in (name, *suffix, *prefixes)]
+    return [".".join(parts), *suffix, *prefixes]
 
 
 def _class(make: Any) -> type:

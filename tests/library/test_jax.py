@@ -153,6 +153,8 @@ def test_evaluation_gives_numbers() -> None:
     metrics = mj.evaluation(lambda params, x: {"loss": (params * x).sum()}, np.zeros(2))
     found = metrics(params, batch)
     assert (found, type(found["loss"])) == ({"loss": 2.0}, float)
+    each = mj.evaluation(lambda params, x: {"each": params * x}, np.zeros(2))(params, batch)
+    assert each["each"].shape == (2,), "the run tells of its shape"
     with pytest.raises(UserError, match="evaluate that returned"):
         mj.evaluation(lambda params, x: x.sum(), np.zeros(2))(params, batch)
 

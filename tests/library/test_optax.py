@@ -113,6 +113,12 @@ def test_what_cannot_be_read_is_refused() -> None:
             mj.rule_of(make(), PARAMS)
 
 
+def test_a_name_may_have_letters_that_patterns_use() -> None:
+    mask = {"a*": False, "ab": True}
+    read = mj.rule_of(optax.adamw(0.1, mask=mask), {name: jnp.ones(2) for name in mask})
+    assert read.groups == (mpips.Group("a[*]", weight_decay=0.0),)
+
+
 def test_what_is_given_beside_an_optimizer_of_optax() -> None:
     found = mj.rule_of(OPTIMIZERS["clipped"](), PARAMS)
     assert found.options() == {

@@ -154,8 +154,12 @@ def test_a_name_may_have_letters_that_patterns_use() -> None:
         first, *rest = params
         return torch.optim.AdamW([{"params": [first], "lr": 0.5}, {"params": rest}])
 
-    odd = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1) for name in ("a:[b];", "c")})
-    assert read_optimizer(rated, odd)[1] == [mpips.Group("a??b]?.weight", lr=0.5)]
+    for names, pattern in ((("a:[b];", "c"), "a?[[]b]?.weight"), (("a*", "ab"), "a[*].weight")):
+        odd = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1) for name in names})
+        assert read_optimizer(rated, odd)[1] == [mpips.Group(pattern, lr=0.5)]
+    alike = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1) for name in ("a:", "a;")})
+    with pytest.raises(UserError, match=r"group with 'a:.weight', expected names without : and ;"):
+        read_optimizer(rated, alike)
 
 
 @pytest.mark.parametrize(
