@@ -9,6 +9,7 @@ a worker dies, its ranges are assigned to the others.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -212,9 +213,20 @@ def part(batch: Range, worker: int, workers: int) -> Range:
     return epoch, begin + worker * n // workers, begin + (worker + 1) * n // workers
 
 
-def is_uneven(samples: int, workers: int, size: int) -> bool:
-    """Return whether some workers' parts of a batch have fewer batches of `size` than others."""
-    return -(-(samples // workers) // size) < -(-samples // (workers * size))
+@cache
+def is_uneven(samples: int, workers: int, step_size: int, size: int) -> bool:
+    """Return whether some workers compute fewer batches than others in a round.
+
+    Args:
+        samples: Samples of the round.
+        workers: Number of workers.
+        step_size: Most samples in a step of a worker; each makes as many steps.
+        size: Most samples in a batch.
+    """
+    steps = -(-samples // (workers * step_size))
+    parts = (split((0, 0, n), steps) for n in (samples // workers, -(-samples // workers)))
+    fewest, most = (sum(-(-(end - begin) // size) for _, begin, end in part) for part in parts)
+    return fewest < most
 
 
 def pieces(batch: Range, size: int) -> list[Range]:

@@ -262,8 +262,8 @@ class RoundLoop:
 
     def _round(self, batch: Range) -> Tasks[str]:
         """Run one round; returns the reason if the run ends with it, else an empty text."""
-        found, n = (0.0, 0), batch[2] - batch[1]
-        self._job.few = is_uneven(n, len(self._cluster.roles.workers), self._job.config.batch_size)
+        found, n, c = (0.0, 0), batch[2] - batch[1], self._job.config
+        self._job.few = is_uneven(n, len(self._cluster.roles.workers), c.step_size, c.batch_size)
         status_board.set_phase(status_board.COMPUTING, time.perf_counter())
         if self._worker is not None:
             found = yield from self._worker.compute(batch, self._step)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpips.datasets import ledger
 from mpips.datasets.ledger import Range, SampleAllocator, leave, pieces, resize, share_clocks, split
 
 
@@ -222,3 +223,15 @@ def test_pieces_are_as_few_as_go_and_equal(begin: int, samples: int, size: int) 
     if samples:
         assert max(end - first for _, first, end in found) <= size
         assert_even(found, (3, begin, begin + samples))
+
+
+@given(st.integers(1, 200), st.integers(1, 5), st.integers(1, 3), st.integers(1, 9))
+def test_a_round_is_uneven_if_workers_have_other_numbers_of_batches(
+    samples: int, workers: int, accumulate: int, size: int
+) -> None:
+    """Also one of local steps, of which each has batches of its own."""
+    step_size, counts = accumulate * size, set[int]()
+    for part in split((0, 0, samples), workers):
+        steps = split(part, -(-samples // (step_size * workers)))
+        counts.add(sum(len(pieces(step, size)) for step in steps))
+    assert ledger.is_uneven(samples, workers, step_size, size) == (len(counts) > 1)
