@@ -171,10 +171,10 @@ class GradientWorker(RoundWorker):
 
     def compute(self, batch: Range, step: int) -> Tasks[tuple[float, int]]:
         """See `RoundWorker.compute`."""
-        mine = self.part(batch)
+        mine, rows = self.part(batch), self._job.rows
         samples = mine[2] - mine[1]
-        if self._job.rows is not None:
-            self._job.rows.begin(step + 1)
+        if rows is not None:
+            rows.begin(step + 1)
         if not samples:
             return 0.0, 0
         batches = taken(self._job, self._loader, mine)
@@ -185,6 +185,8 @@ class GradientWorker(RoundWorker):
         if self._job.left:
             self.left = samples
             self._flat.fill(0)
+            if rows is not None:
+                rows.begin(step + 1)  # drops the gradients of earlier batches of this step
             return 0.0, 0
         self.times.steps += 1
         self.times.samples += samples

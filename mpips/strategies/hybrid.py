@@ -35,8 +35,8 @@ class HybridWorker(GradientWorker):
         """See `mpips.rounds.loop.RoundWorker.compute`. Blocks: until the staleness bound holds."""
         self.times.wait_s += self._pusher.begin_step(step)
         loss, samples = yield from super().compute(batch, step)
-        if self._job.rows is not None and not (samples and math.isfinite(loss)):
-            self._job.rows.begin(step + 1)  # drops the gradients of a batch that was left
+        if self._job.rows is not None and not math.isfinite(loss):
+            self._job.rows.begin(step + 1)  # drops the gradients
         mine = self.part(batch)
         self._pusher.push(mine, samples, loss, (mine[2] - mine[1]) / (batch[2] - batch[1]))
         return loss, samples

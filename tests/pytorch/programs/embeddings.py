@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
@@ -173,6 +174,27 @@ def assert_equal(name: str, result: mt.Result, model: Net, first: dict[str, Any]
     Net().load_state_dict(result.state_dict)  # strictly
 
 
+def check_left(out: Path) -> None:
+    """A step of two batches that every worker leaves after the first one changes no row."""
+    first = dict[str, torch.Tensor]()
+
+    def train(worker: mt.Worker) -> None:
+        for batch in worker.loader(DATA, batch_size=SIZE):
+            first.update(rows_of(worker.model))
+            gradient(worker.model, batch)
+            worker.optimizer.step()
+            worker.stop()
+            break
+
+    how: dict[str, Any] = {"mode": "sync", "servers": 1, "accumulate": 2, "quiet": True}
+    result = mt.run(train, Net, mpips.SGD(RATE), out=out, eval_every=0, **how)
+    for name, rows in first.items():
+        ids = [k for k in range(len(rows)) if k != PADDING]
+        found = result.rows(name.removesuffix(".weight"), ids)
+        assert np.array_equal(found, rows[ids].numpy()), name
+
+
 def main(out: Path) -> None:
     for name in CASES:
         check(name, out / name)
+    check_left(out / "left")
