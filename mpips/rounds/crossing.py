@@ -9,7 +9,7 @@ from mpips.kernels.vectors import addresses_of, sum_rows
 from mpips.layout import Shard
 from mpips.mpi.start import TAG_ERA, Request
 from mpips.mpi.window import transfer_pieces
-from mpips.rounds.internode import agent_of
+from mpips.rounds.internode import agent_of, ranks_of_nodes
 
 if TYPE_CHECKING:
     from mpips.rounds.survivable_nodes import NodesRound
@@ -63,23 +63,22 @@ class Crossing:
         self._receives: list[tuple[int, Request]] = []
         self._kept: list[Request] = []  # requests that may never complete, kept with their memory
         job, cluster = rounds.job, rounds.cluster
-        node_of, me = cluster.node_of, cluster.rank
-        node, dtype = node_of[me], job.dtype
+        me, here, dtype = cluster.rank, cluster.my_node, job.dtype
         self._sent, self._owned = list[RemoteSlice](), list[OwnedSlice]()
         for number, owner in enumerate(rounds.owners()):
             shard, begin = job.shards[number], job.shards[number].begin * dtype.itemsize
             shape = len(rounds.replicas), shard.size
             if owner == me and shard.size:
-                nodes = [each for each in range(cluster.nodes) if each != node]
-                agents = [agent_of(cluster, each, number, dead) for each in nodes]
-                sums = [np.zeros(shape, dtype) for _ in nodes]
+                others = [ranks for ranks in ranks_of_nodes(cluster.node_of) if ranks != here]
+                agents = [agent_of(ranks, number, dead) for ranks in others]
+                sums = [np.zeros(shape, dtype) for _ in others]
                 rows = [
-                    np.concatenate([here, addresses_of(sums, vector * shard.size) - begin])
-                    for vector, here in enumerate(rounds.rows_here)
+                    np.concatenate([local, addresses_of(sums, vector * shard.size) - begin])
+                    for vector, local in enumerate(rounds.rows_here)
                 ]
                 self._owned.append(OwnedSlice(number, agents, sums, rows))
-            remote = node_of[owner] != node and shard.size
-            if remote and agent_of(cluster, node, number, dead) == me:
+            remote = not cluster.is_local(owner) and shard.size
+            if remote and agent_of(here, number, dead) == me:
                 buffers = np.zeros((2, *shape), dtype)
                 self._sent.append(RemoteSlice(owner, shard, buffers[0], buffers[1]))
 

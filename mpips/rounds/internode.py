@@ -26,7 +26,6 @@ from mpips.layout import Shard
 from mpips.mpi.start import TAG_PARTIAL, TAG_RESULT, Request
 from mpips.mpi.waiting import all_done
 from mpips.mpi.window import transfer_pieces
-from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.rounds.base import Transfers
 from mpips.transport.wire import Packer, Packing, Unpacker, pull_codec, push_codec
@@ -44,9 +43,16 @@ def _packings(job: Job, shard: Shard) -> tuple[Packing, Packing, bool]:
     return sums, Packing(pull_codec(c), c.seed), False
 
 
-def agent_of(cluster: Cluster, node: int, owner: int, dead: Collection[int] = frozenset()) -> int:
-    """Return the agent of `node` for the shard of an owner; a rank of the node must be alive."""
-    ranks = [r for r, n in enumerate(cluster.node_of) if n == node]
+def ranks_of_nodes(node_of: Sequence[int]) -> list[list[int]]:
+    """Return the ranks of each node, increasing, from the node of each rank."""
+    found: list[list[int]] = [[] for _ in range(max(node_of) + 1)]
+    for rank, node in enumerate(node_of):
+        found[node].append(rank)
+    return found
+
+
+def agent_of(ranks: Sequence[int], owner: int, dead: Collection[int] = frozenset()) -> int:
+    """Return the agent for the shard of an owner on the node of `ranks`, one of which is alive."""
     first = owner % len(ranks)
     return next(rank for rank in (*ranks[first:], *ranks[:first]) if rank not in dead)
 
@@ -178,7 +184,7 @@ def _remote_shards(job: Job, shards: Sequence[Shard], replica: np.ndarray) -> li
         if (
             shard.size
             and not cluster.is_local(rank)
-            and agent_of(cluster, node, owner) == cluster.rank
+            and agent_of(cluster.my_node, owner) == cluster.rank
         ):
             push, pull, change = _packings(job, shard)
             part = replica[shard.range]
@@ -207,11 +213,11 @@ class RemoteNodes:
         cluster, dtype = job.cluster, job.dtype
         push, pull, change = _packings(job, shard)
         self._arrays, self._params = cluster.arrays, params
-        buffers = 2 if change else 0
-        self._buffers = [np.zeros(shard.size, dtype) for _ in range(buffers)]
+        self._buffers = [np.zeros(shard.size, dtype) for _ in range(2 * change)]
         owner, node = cluster.roles.owners.index(cluster.rank), cluster.node_of[cluster.rank]
         others = sorted({cluster.node_of[r] for r in cluster.roles.workers} - {node})
-        self._agents = [agent_of(cluster, n, owner) for n in others if shard.size]
+        nodes = ranks_of_nodes(cluster.node_of)
+        self._agents = [agent_of(nodes[n], owner) for n in others if shard.size]
         self.before = sum(n < node for n in others) if shard.size else 0
         self._packer = Packer(pull, shard, dtype, node, 1)
         self.sums: Sequence[np.ndarray] = [np.zeros(shard.size, dtype) for _ in self._agents]

@@ -237,9 +237,8 @@ def _shard_parts(job: Job) -> Parts:
     The owner writes its shard on its own node. On another node the owner's agent writes it.
     """
     cluster, found = job.cluster, []
-    node = cluster.node_of[cluster.rank]
     for owner, (rank, shard) in enumerate(zip(cluster.roles.owners, job.shards, strict=True)):
-        writer = rank if cluster.is_local(rank) else agent_of(cluster, node, owner)
+        writer = rank if cluster.is_local(rank) else agent_of(cluster.my_node, owner)
         found.append((writer, shard.begin, shard.end))
     return tuple(found)
 
