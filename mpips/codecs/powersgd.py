@@ -22,7 +22,6 @@ References: Vogels, Karimireddy and Jaggi, NeurIPS 2019, algorithms 1 and 2.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -140,20 +139,6 @@ class Factors:
 def drawn(seed: int, step: int, index: int, shape: tuple[int, int]) -> np.ndarray:
     """Return standard normal numbers, a function of seed, round and index of the matrix."""
     return np.random.default_rng([seed, step, index]).standard_normal(shape)
-
-
-def cut_rows(m: int, parts: Iterable[int], count: int) -> list[tuple[int, int]]:
-    """Divide `m` rows into `count` equal parts.
-
-    Args:
-        m: Number of rows.
-        parts: Numbers of the parts to return, from 0.
-        count: Number of parts in all.
-
-    Returns:
-        Rows ``[begin, end)`` of each of `parts`.
-    """
-    return [(m * k // count, m * (k + 1) // count) for k in parts]
 
 
 # The loops sum in a fixed order, in IEEE arithmetic. So nodes get the same bits even if their

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from mpips.health import status_board
-from mpips.kernels.vectors import sum_rows, sum_squares
+from mpips.kernels.vectors import scale, sum_rows, sum_squares
 from mpips.layout import Shard
 from mpips.mpi.collectives import begin_sum, cluster_subset, free, gather_polled
 from mpips.mpi.start import Comm, Request
@@ -247,7 +247,7 @@ class Round(ABC):
         total = np.array([sum_squares(grad) + more])
         self.transfers.wait([begin_sum(self._owners, total)])
         factor = clip_factor(float(total[0]), self._max_norm)
-        grad *= grad.dtype.type(factor)
+        scale(grad, factor)
         return factor
 
 
@@ -310,8 +310,8 @@ class ShardUpdate:
 
     def rates(self, step: int, factor: float) -> tuple[float, ...]:
         """Return the rates of the rule's step in update `step`, for the loop of `arguments`."""
-        _, _, rule, scale = self._blocks[0][0]
-        return rule.scalars(step, self._rate(step) * factor * scale)
+        _, _, rule, of_part = self._blocks[0][0]
+        return rule.scalars(step, self._rate(step) * factor * of_part)
 
     def apply(
         self, step: int, factor: float = 1.0, sources: tuple[np.ndarray, np.ndarray] | None = None
@@ -326,13 +326,13 @@ class ShardUpdate:
         """
         start = perf_counter()
         lr, remote = self._rate(step) * factor, self._cluster.nodes > 1
-        for (begin, _, rule, scale), params, grad, slots in self._blocks:
+        for (begin, _, rule, of_part), params, grad, slots in self._blocks:
             if sources and not rule.whole:
-                rule.apply_sum(params, Sum(*sources, begin, grad), slots, step, lr * scale)
+                rule.apply_sum(params, Sum(*sources, begin, grad), slots, step, lr * of_part)
             else:
                 if sources:
                     sum_rows(*sources, begin, grad)
-                rule.apply(params, grad, slots, step, lr * scale)
+                rule.apply(params, grad, slots, step, lr * of_part)
             if remote:
                 self._cluster.progress()
         self._transfers.busy_s += perf_counter() - start

@@ -25,13 +25,14 @@ from typing import NamedTuple
 import numpy as np
 
 from mpips.codecs import BASIS, ERROR
-from mpips.codecs.powersgd import Factors, cut_rows, drawn, orthogonalize, product_squares, rebuild
+from mpips.codecs.powersgd import Factors, drawn, orthogonalize, product_squares, rebuild
+from mpips.datasets.ledger import part as part_of
 from mpips.errors import UserError
-from mpips.kernels.vectors import addresses_of, all_finite, sum_rows, sum_squares
+from mpips.kernels.vectors import addresses_of, all_finite, scale, sum_rows, sum_squares
 from mpips.mpi.collectives import begin_maximum, begin_sum, first_ranks
 from mpips.mpi.start import TAG_START, Comm, Request
 from mpips.mpi.window import Field, Parts, Window, transfer_pieces
-from mpips.optim import Rule, Slots, clip_factor
+from mpips.optim import Part, Rule, Slots, clip_factor
 from mpips.planning.job import Job
 from mpips.rounds.base import OwnState, Report, Transfers, Weights
 from mpips.rounds.node import NodeRound
@@ -63,10 +64,8 @@ class NodeFactors:
     def __init__(self, job: Job, shapes: Factors, window: Window, addresses: np.ndarray) -> None:
         ranks, r, self.shapes, self.addresses = job.cluster.my_node, shapes.rank, shapes, addresses
         view = partial(window.view, ranks[0])
-        self.replica, self.slots = (
-            view("replica"),
-            tuple(view(f"slots/{s}") for s in job.rule.slots),
-        )
+        self.replica = view("replica")
+        self.slots: Slots = tuple(view(f"slots/{s}") for s in job.rule.slots)
         self.first, self.q, self.own, self.scale = map(view, ("first", "q", "own", "scale"))
         self.parts = [window.view(rank, "part") for rank in ranks]
         self.raw = self.first[shapes.p_size :]
@@ -119,20 +118,35 @@ class RankRows:
 
     Attributes:
         rows: This rank's rows of each matrix, if it has any of it.
-        rule: Update rule of the rows.
     """
 
     def __init__(self, job: Job, node: NodeFactors, transfers: Transfers) -> None:
         self._cluster, self._node, self._transfers = job.cluster, node, transfers
-        self.rule, self._rate, self._max_norm = job.rule, job.rate(), job.config.clip
-        self._trained = job.trained
+        self._rate, self._max_norm, self._trained = job.rate(), job.config.clip, job.trained
         k, count = self._cluster.my_node.index(self._cluster.rank), len(self._cluster.my_node)
         self.rows = list(_rows_of(node, k, count))
-        begin, end = cut_rows(node.shapes.raw_size, [k], count)[0]
+        _, begin, end = part_of((0, 0, node.shapes.raw_size), k, count)
         self._raw_parts = node.shapes.raw_parts(begin, end)
-        sizes = (flat.stop - flat.start for rows in self.rows for _, flat in rows.blocks())
-        self._grad = np.zeros(max(sizes, default=0), job.dtype)
+        blocks = [flat for rows in self.rows for _, flat in rows.blocks()]
+        self._grad = np.zeros(max((b.stop - b.start for b in blocks), default=0), job.dtype)
+        self._ranges = [*blocks, *(part.range for _, part in self._raw_parts)]
+        self.cut(job.rule)
 
+    def cut(self, rule: Rule) -> None:
+        """Use this rule from now on, and make the views of its parts of each range."""
+        self._updates: dict[int, list[tuple[Part, np.ndarray, Slots]]] = {}
+        params, slots = self._node.replica, self._node.slots
+        for flat in self._ranges:
+            self._updates[flat.start] = [
+                (
+                    part,
+                    params[part.begin : part.end],
+                    tuple(s[part.begin : part.end] for s in slots),
+                )
+                for part in rule.parts(flat.start, flat.stop)
+            ]
+
+    @np.errstate(over="ignore", invalid="ignore")  # what is not finite ends the run
     def compress(self, weights: np.ndarray) -> None:
         """Compute M_w and P of this rank's rows, and the sums of its uncompressed elements."""
         start = perf_counter()
@@ -149,6 +163,7 @@ class RankRows:
             sum_rows(self._node.addresses, weights, part.begin, raw)
         self._transfers.busy_s += perf_counter() - start
 
+    @np.errstate(over="ignore", invalid="ignore")
     def project(self) -> None:
         """Compute this rank's contribution to Q_w, from P^."""
         for rows in self.rows:
@@ -174,12 +189,10 @@ class RankRows:
 
     def _apply(self, flat: slice, grad: np.ndarray, step: int, lr: float) -> None:
         if self._max_norm:
-            trained = grad[: max(0, self._trained - flat.start)]
-            trained *= grad.dtype.type(self._node.scale[0])
-        for begin, end, rule, scale in self.rule.parts(flat.start, flat.stop):
-            at, part = slice(begin, end), grad[begin - flat.start : end - flat.start]
-            slots: Slots = tuple(slot[at] for slot in self._node.slots)
-            rule.apply(self._node.replica[at], part, slots, step, lr * scale)
+            scale(grad[: max(0, self._trained - flat.start)], self._node.scale.item(0))
+        for (begin, end, rule, factor), params, slots in self._updates[flat.start]:
+            part = grad[begin - flat.start : end - flat.start]
+            rule.apply(params, part, slots, step, lr * factor)
 
 
 def _rows_of(node: NodeFactors, k: int, count: int) -> Iterator[Rows]:
@@ -187,7 +200,7 @@ def _rows_of(node: NodeFactors, k: int, count: int) -> Iterator[Rows]:
     owns, parts = node.cut_q(node.own), node.cut_q(node.parts[k])
     views = zip(node.shapes.matrices, node.ps, node.qs, owns, parts, strict=True)
     for x, p, q, own, mine in views:
-        a, b = cut_rows(x.m, [k], count)[0]
+        _, a, b = part_of((0, 0, x.m), k, count)
         if a < b:
             error = np.zeros((b - a, x.n), mine.dtype)
             yield Rows(x.begin + a * x.n, p[a:b], error, q, own, mine)
@@ -206,7 +219,10 @@ class FactorSums:
     def __init__(self, job: Job, node: NodeFactors, leaders: Comm, transfers: Transfers) -> None:
         self._node, self._leaders, self._transfers = node, leaders, transfers
         self._seed, self._max_norm = job.config.seed, job.config.clip
-        self._raw = node.raw[: node.raw.size - (job.layout.size - job.trained)]
+        # The part of parameters, which is clipped; statistics follow them in both.
+        trained = [x for x in node.shapes.matrices if x.begin < job.trained]
+        self._raw = node.raw[: job.trained - sum(x.m * x.n for x in trained)]
+        self._pairs = [*zip(node.ps, node.qs, strict=True)][: len(trained)]
         self._parts, self._once = addresses_of(node.parts), np.ones(len(node.parts))
         self._lost: list[np.ndarray] = []  # linearly dependent columns of each P
 
@@ -234,8 +250,7 @@ class FactorSums:
             sums.append(begin_sum(self._leaders, squares))
         self._transfers.wait(sums)
         if self._max_norm:
-            pairs = zip(node.ps, node.qs, strict=True)
-            total = float(squares[0]) + sum(product_squares(p, q) for p, q in pairs)
+            total = float(squares[0]) + sum(product_squares(p, q) for p, q in self._pairs)
             node.scale[0] = clip_factor(total, self._max_norm)
         for index, (q, lost) in enumerate(zip(node.qs, self._lost, strict=True)):
             if lost.any():  # a column of zeros would stay zero, and add nothing to G
@@ -251,7 +266,7 @@ class PowerSgdRound(NodeRound):
         written = _row_parts(job, shapes)
         super().__init__(job, None, None, _factor_fields(job, shapes, written), written)
         node = NodeFactors(job, shapes, self._window, self._addresses)
-        self._node_slots: Slots = node.slots
+        self._node_slots = node.slots
         if self._cluster.rank in self._cluster.roles.owners:
             self.slots = tuple(slot[job.shard.range] for slot in node.slots)
         self._rows = RankRows(job, node, self.transfers)
@@ -304,7 +319,7 @@ class PowerSgdRound(NodeRound):
         return self._barrier.leave()
 
     def _apply_by(self, rule: Rule) -> None:
-        self._rows.rule = rule
+        self._rows.cut(rule)
 
     def compare(self, step: int) -> None:
         """See `Round.compare`: compares the leaders' CRCs of the replicas and slots."""
@@ -335,9 +350,9 @@ def _row_parts(job: Job, shapes: Factors) -> Parts:
     ranks, found = job.cluster.my_node, list[tuple[int, int, int]]()
     for k, rank in enumerate(ranks):
         for x in shapes.matrices:
-            a, b = cut_rows(x.m, [k], len(ranks))[0]
+            _, a, b = part_of((0, 0, x.m), k, len(ranks))
             found.append((rank, x.begin + a * x.n, x.begin + b * x.n))
-        raw = shapes.raw_parts(*cut_rows(shapes.raw_size, [k], len(ranks))[0])
+        raw = shapes.raw_parts(*part_of((0, 0, shapes.raw_size), k, len(ranks))[1:])
         found += [(rank, part.begin, part.end) for _, part in raw]
     return tuple(found)
 

@@ -1,20 +1,14 @@
 """The factors of PowerSGD: what is chosen, and what the loops do."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpips.codecs.powersgd import (
-    Factors,
-    cut_rows,
-    drawn,
-    orthogonalize,
-    product_squares,
-    rebuild,
-)  # fmt: skip
+from mpips.codecs.powersgd import Factors, drawn, orthogonalize, product_squares, rebuild
 from mpips.layout import Layout, Shard
 
 PATIENT = settings(deadline=None)
@@ -54,14 +48,6 @@ def test_what_is_worth_it() -> None:
         found = Factors.of(Layout.of({"w": shape}), dtype, rank)
         assert bool(found.matrices) == chosen
         assert found.raw_size == (0 if chosen else math.prod(shape))
-
-
-@given(st.integers(0, 50), st.integers(1, 9))
-def test_rows_are_cut_without_gaps(m: int, count: int) -> None:
-    cuts = cut_rows(m, range(count), count)
-    assert [row for a, b in cuts for row in range(a, b)] == list(range(m))
-    sizes = [b - a for a, b in cuts]
-    assert max(sizes) - min(sizes) <= 1
 
 
 @PATIENT
@@ -126,7 +112,7 @@ def test_rows_give_the_same_bits_however_they_are_cut() -> None:
     error = rng.standard_normal((40, 70))
     whole, parts = (error.copy(), np.zeros_like(error)), (error.copy(), np.zeros_like(error))
     rebuild(p, q, own, *whole)
-    for a, b in cut_rows(40, range(7), 7):
+    for a, b in pairwise([0, 1, 13, 40]):
         rebuild(p[a:b], q, own, parts[0][a:b], parts[1][a:b])
     assert np.array_equal(whole[0], parts[0])
     assert np.array_equal(whole[1], parts[1])

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from references import SLOTS, local_step
-from test_rounds import end, gradient, make_job, shares, start, step
+from test_rounds import Given, end, gradient, make_job, shares, start, step
 from verdict import check
 
 from mpips.codecs.powersgd import drawn
@@ -68,13 +68,15 @@ class Serial:
         return flat
 
     def step(self, number: int) -> None:
-        c = self.job.config
+        c, n = self.job.config, self.job.trained
         lr, grad = c.lr * min(1.0, number / c.warmup_steps), self.aggregate(number)
-        local_step(c, self.params, grad, self.slots, number, lr)
+        slots = [slot[:n] for slot in self.slots]
+        local_step(c, self.params[:n], grad[:n], slots, number, lr)
+        self.params[n:] -= grad[n:]
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
-    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+    return float(np.linalg.norm(a - b) / (np.linalg.norm(b) or 1.0))
 
 
 def wrong_state(job: Job, rounds: Round, serial: Serial) -> list[object]:
@@ -104,11 +106,16 @@ def wrong_state(job: Job, rounds: Round, serial: Serial) -> list[object]:
         {"optimizer": "momentum", "dtype": "float32"},
         {"optimizer": "momentum", "dtype": "float64", "clip": 1.0, "powersgd_rank": 1},
         {"optimizer": "adam", "dtype": "float64", "clip": 5.0},
+        {"optimizer": "momentum", "dtype": "float64", "clip": 0.5, "statistics": ("t", "s", "v")},
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
-def test_rounds_equal_the_paper(cluster: Cluster, servers: int, options: dict[str, Any]) -> None:
+def test_rounds_equal_the_paper(
+    cluster: Cluster, servers: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Error feedback, warm start, clipping; every replica is the same bit for bit."""
+    monkeypatch.setattr(Given, "statistics", options.get("statistics", ()))
+    options = {name: value for name, value in options.items() if name != "statistics"}
     job = make_job(cluster, servers, SHAPES, seed=5, codec="powersgd", **options)
     rounds, serial = start(job), Serial(job)
     assert isinstance(rounds, PowerSgdRound)

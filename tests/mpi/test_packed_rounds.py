@@ -1,5 +1,6 @@
 """Rounds that pack what crosses nodes, against a serial run that packs the same sums."""
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -146,15 +147,19 @@ def test_packed_rounds_equal_a_serial_run(
 
 @pytest.mark.parametrize("codec", ["fp16", "int8", "topk", "onebit", "powersgd"])
 def test_what_is_not_finite_reaches_every_replica(cluster: Cluster, codec: str) -> None:
-    pull = "int8" if codec in ("int8", "topk") else "none"
-    job = make_job(cluster, 0, SHAPES, optimizer="sgd", codec=codec, pull_codec=pull)
+    """Without a warning, also where infinity is clipped."""
+    pull, clip = ("int8", 0.0) if codec in ("int8", "topk") else ("none", 1.0)
+    options: dict[str, Any] = {"codec": codec, "pull_codec": pull, "clip": clip}
+    job = make_job(cluster, 0, SHAPES, optimizer="sgd", **options)
     rounds = start(job)
     finite = np.isfinite(rounds.replica).all()
     rounds.grad[:] = 1.0
     if cluster.rank == cluster.world - 1:
-        rounds.grad[::1000] = np.nan
+        rounds.grad[::1000] = np.inf if clip else np.nan
     weights = np.full(cluster.world, 1 / cluster.world)
-    rounds.exchange(1, weights, Report())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rounds.exchange(1, weights, Report())
     seen = not np.isfinite(end(job, rounds)).all()
     check(cluster.comm, bool(finite and seen), (finite, seen))
 
