@@ -21,6 +21,7 @@ so a resumed run sends the same bits as a run without a stop.
 Gradients are added in a fixed order, so equal worlds give equal bits.
 """
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -110,7 +111,7 @@ class SharedRound(NodeRound):
             if self._sets_rate:
                 self._leave_frozen(self._barrier.frozen)
             for part in self._slices.parts:
-                self._update(part, step, weights, weights)
+                self._update(step, weights, part, weights)
         if self.tables is not None:
             self.tables.end(step)
         return self._barrier.leave()
@@ -118,11 +119,8 @@ class SharedRound(NodeRound):
     def _exchange_remote(self, step: int, weights: np.ndarray) -> None:
         """Sum gradients and reports over the nodes, between the two barriers."""
         requests = self.tables.begin(step) if self.tables is not None else []
-        exchanging = self._slices.exchange(
-            step,
-            weights[self._workers],
-            lambda part, of_rows: self._update(part, step, of_rows, weights),
-        )
+        update = partial(self._update, step, weights)
+        exchanging = self._slices.exchange(step, weights[self._workers], update)
         next(exchanging)
         reports = self._begin_report_sum()
         if self._sets_rate:  # the update of every owner needs the sum of the reports
@@ -139,15 +137,15 @@ class SharedRound(NodeRound):
             self._publish_report_sum()
 
     def _update(
-        self, part: OwnedPart, step: int, weights: np.ndarray, of_workers: np.ndarray
+        self, step: int, of_workers: np.ndarray, part: OwnedPart, weights: np.ndarray
     ) -> None:
         """Sum the gradients of a part of the shard and of rows, and apply the rules.
 
         Args:
-            part: Part of the shard. Rows are updated with the first and the last part.
             step: Number of the update.
-            weights: Weights of the local gradients, and of the sums of other nodes.
             of_workers: Weights of all workers.
+            part: Part of the shard. Rows are updated with the first and the last part.
+            weights: Weights of the local gradients, and of the sums of other nodes.
         """
         factor = self._barrier.factor if self._sets_rate else self._job.lr_scale
         rows = self.tables.owned if self.tables is not None else None
@@ -197,13 +195,9 @@ class AllreduceRound(Round):
 
     def publish_start(self) -> None:
         """Broadcast the owners' shards. Collective: yes."""
-        self.transfers.wait(
-            [
-                self._begin_broadcast(part, rank)
-                for rank, shard in zip(self._cluster.roles.owners, self._job.shards, strict=True)
-                for part in transfer_pieces(self.replica[shard.range])
-            ]
-        )
+        owners = zip(self._cluster.roles.owners, self._job.shards, strict=True)
+        shards = [(rank, transfer_pieces(self.replica[shard.range])) for rank, shard in owners]
+        self.transfers.wait([self._begin_broadcast(p, r) for r, pieces in shards for p in pieces])
 
     def _begin_broadcast(self, part: np.ndarray, owner: int) -> Request:
         if not self._cluster.is_local(owner):

@@ -85,7 +85,7 @@ class HybridRound(SurvivableRound):
 
     def _apply(self, number: int) -> None:
         for part in self._slices.parts if not self._known or self._weights.any() else ():
-            self._update(part, self._step, self._weights, self._weights)
+            self._update(self._step, self._weights, part, self._weights)
 
     def _counts(self, rank: int) -> bool:
         if self._updates:

@@ -60,23 +60,9 @@ from mpips.kernels.atomics import observe, publish
 from mpips.mpi.start import Request
 from mpips.mpi.waiting import duties
 from mpips.planning.job import Job
+from mpips.rounds import recovery
 from mpips.rounds.base import Report, Weights
 from mpips.rounds.crossing import Crossing
-from mpips.rounds.recovery import (
-    AGAIN,
-    ALARM,
-    BETWEEN,
-    COMPLETED,
-    ELSEWHERE,
-    ENTERING,
-    EPISODE,
-    ERA,
-    GIVEN_UP,
-    LEAVING,
-    UP,
-    VERDICT,
-    Recovery,
-)  # fmt: skip
 from mpips.rounds.shared import SharedRound
 from mpips.rounds.survivable import SurvivableRound
 
@@ -92,7 +78,7 @@ class NodesRound(SurvivableRound):
         self._episode = 0
         self._crossing: Crossing | None = None
         self._past: list[Crossing] = []
-        self._recovery = Recovery(self) if self._leads else None
+        self._recovery = recovery.Recovery(self) if self._leads else None
         if self._recovery is not None:
             duties.append(self._recovery.advance)
 
@@ -107,19 +93,20 @@ class NodesRound(SurvivableRound):
     def exchange(self, step: int, weights: Weights, report: Report) -> Report:
         """See `Round.exchange`."""
         self._step = step
-        self._set_state(ENTERING)
+        self._set_state(recovery.ENTERING)
         self._barrier.enter(report)
-        self._episode = observe(self._leader_words, EPISODE)
+        self._episode = observe(self._leader_words, recovery.EPISODE)
         reports = self._begin_report_sum()
-        verdict = AGAIN
-        while verdict == AGAIN:
-            self._set_state(BETWEEN)
+        while True:
+            self._set_state(recovery.BETWEEN)
             self._attempt(weights, reports)
-            self._set_state(LEAVING)
+            self._set_state(recovery.LEAVING)
             agreed = self._barrier.leave()
-            before, self._episode = self._episode, observe(self._leader_words, EPISODE)
-            verdict = observe(self._leader_words, VERDICT) if self._episode > before else COMPLETED
-        self._set_state(ELSEWHERE)
+            before, self._episode = self._episode, observe(self._leader_words, recovery.EPISODE)
+            verdict = observe(self._leader_words, recovery.VERDICT)
+            if self._episode == before or verdict != recovery.AGAIN:
+                break
+        self._set_state(recovery.ELSEWHERE)
         if self._deaths[0]:
             self._note_deaths(step + 1)
         return agreed
@@ -134,11 +121,13 @@ class NodesRound(SurvivableRound):
         self._weights = self._divided(weights) if self._deaths[0] else np.asarray(weights)
         crossing = self._crossing = self._crossing_now()
         if not crossing.run(self._step, self._weights, reports):
-            self._set_state(UP)
-            publish(self._words, GIVEN_UP, self._episode + 1)
-            self.transfers.wait_until(lambda: observe(self._leader_words, EPISODE) > self._episode)
-            self._set_state(BETWEEN)
-            again = observe(self._leader_words, VERDICT) == AGAIN
+            self._set_state(recovery.UP)
+            publish(self._words, recovery.GIVEN_UP, self._episode + 1)
+            self.transfers.wait_until(
+                lambda: observe(self._leader_words, recovery.EPISODE) > self._episode
+            )
+            self._set_state(recovery.BETWEEN)
+            again = observe(self._leader_words, recovery.VERDICT) == recovery.AGAIN
             crossing.settle(again)
             if again:
                 return
@@ -147,7 +136,7 @@ class NodesRound(SurvivableRound):
 
     def _crossing_now(self) -> Crossing:
         """Return the transfers between the living ranks, made anew after deaths."""
-        era = observe(self._leader_words, ERA)
+        era = observe(self._leader_words, recovery.ERA)
         if self._crossing is not None and self._crossing.era == era:
             return self._crossing
         if self._crossing is not None:
@@ -161,7 +150,7 @@ class NodesRound(SurvivableRound):
         lost, crossing = self._cluster.failures.lost, self._crossing
         if lost and (crossing is None or not lost <= crossing.dead):
             return True
-        return observe(self._leader_words, ALARM) > self._episode
+        return observe(self._leader_words, recovery.ALARM) > self._episode
 
     def words_of(self, rank: int) -> np.ndarray:
         """Return the words of a rank of this node about deaths; see `mpips.rounds.recovery`."""
