@@ -11,15 +11,15 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39767
-TESTS = 37867  # all lines of tests and of their helpers, likewise
+TOTAL = 39766
+TESTS = 37900  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 69,
     "checkpoint": 1520,
-    "codecs": 617,
+    "codecs": 614,
     "config": 1255,
-    "datasets": 2646,
+    "datasets": 2651,
     "errors.py": 64,
     "extras.py": 16,
     "failover": 868,
@@ -35,7 +35,7 @@ BUDGET = {
     "planning": 2535,
     "problems": 927,
     "ps": 2240,
-    "rounds": 2389,
+    "rounds": 2386,
     "session": 1799,
     "snapshot": 714,
     "strategies": 429,

@@ -56,9 +56,8 @@ class RoundEvaluation:
         self._workers = cluster_subset(self._cluster, self._cluster.roles.workers)
         self._takes_part, self._tells = job.worker_id is not None, job.worker_id == 0
         self._params = job.layout.views(rounds.replica, writable=False) if self._takes_part else {}
-        every = 0.0 if job.config.evaluators else job.config.eval_every
-        self._next = next_evaluation(epochs, every)
-        self._reached = False
+        c, self._reached = job.config, False
+        self._next = next_evaluation(epochs, 0.0 if c.evaluators else c.eval_every)
 
     def stop_reason(self) -> str:
         """Return why to end the run: ``target``, ``patience`` or a signal's name; else empty."""
@@ -273,10 +272,9 @@ class RoundLoop:
         if n not in self._weights:
             self._weights[n] = np.array([(e - b) / n for _, b, e in self._parts(batch)])
         self._allocator.applied(0, batch)
-        tables = self._rounds.tables
+        tables, transfers = self._rounds.tables, self._rounds.transfers
         if tables is not None and tables.of_epoch(batch[0], epochs_over(self._allocator)):
             self._checkpoints.finish()  # no row may be evicted during a checkpoint
-        transfers = self._rounds.transfers
         start, waited = time.perf_counter(), transfers.waited_s
         status_board.set_phase(status_board.SUMMING, start)
         agreed = self._rounds.exchange(self._step + 1, self._weights[n], report)
