@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39766
+TOTAL = 39767
 TESTS = 37900  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
@@ -28,7 +28,7 @@ BUDGET = {
     "kernels": 1956,
     "launch": 2341,
     "layout": 436,
-    "library": 1653,
+    "library": 1654,
     "lightning": 777,
     "mpi": 1796,
     "optim": 978,

@@ -175,8 +175,9 @@ class Collectives(Passes):
 
     def _reduce(self, like: Any, values: Sequence[Any], op: str) -> Any:
         """Return the reduction of values of the same shape, as a value of the type of `like`."""
-        result = OPERATIONS[op](np.stack([np.asarray(value) for value in values]), axis=0)
-        return result if np.ndim(like) else result.item()
+        kind = object if isinstance(like, int) else None  # Python's may be larger than NumPy's
+        result = OPERATIONS[op](np.stack([np.asarray(value, kind) for value in values]), axis=0)
+        return result if np.ndim(like) or not hasattr(result, "item") else result.item()
 
     def _gather_values(self, call: str, value: Any) -> list[Any]:
         """Return the workers' values of a call, in the order of workers.

@@ -122,7 +122,7 @@ def check_values(worker: mpips.Worker) -> None:
     """Bring numbers, arrays and mappings together, and what does not go together."""
     ids = [*range(worker.workers)]
     assert worker.gather((worker.id, "x")) == [(k, "x") for k in ids]
-    assert worker.all_reduce(worker.id + 1, op="sum") == sum(ids) + len(ids)
+    assert worker.all_reduce(2**70 + worker.id, op="sum") == len(ids) * 2**70 + sum(ids)
     found = worker.all_reduce(np.full(3, worker.id, "f4"))
     assert found.dtype == np.float32, found
     assert found.tolist() == [np.mean(ids)] * 3
