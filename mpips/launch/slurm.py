@@ -122,7 +122,7 @@ def requeue(job: str) -> bool:
     for pause_s in PAUSES_S:
         done = run("scontrol", "requeue", job, stderr=subprocess.STDOUT)
         print(done.stdout, end="", flush=True)
-        if not re.search("unable to contact|timed out|connect", done.stdout, re.IGNORECASE):
+        if not re.search("Unable to contact|timed out|Unexpected message", done.stdout):
             break
         time.sleep(pause_s)
     return done.returncode == 0

@@ -32,7 +32,7 @@ case $* in
     "show config") echo "TaskPlugin = task/none" ;;
     requeue*)
         if [ -e refused ]; then exit 1; fi
-        if rm late 2>/dev/null; then echo "Socket timed out on send/recv operation" >&2; exit 1; fi
+        if rm late 2>/dev/null; then echo "Unexpected message received for job 17" >&2; exit 1; fi
         sed -i 's/^Restarts=.*/Restarts=9/' job; (sleep 0.5; kill -TERM $PPID) &
         told queued ;;
 esac
