@@ -11,8 +11,8 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39767
-TESTS = 37900  # all lines of tests and of their helpers, likewise
+TOTAL = 39771
+TESTS = 37901  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 69,
@@ -27,16 +27,16 @@ BUDGET = {
     "jax": 413,
     "kernels": 1956,
     "launch": 2341,
-    "layout": 436,
+    "layout": 440,
     "library": 1654,
     "lightning": 777,
     "mpi": 1796,
     "optim": 978,
-    "planning": 2535,
+    "planning": 2537,
     "problems": 927,
     "ps": 2240,
     "rounds": 2386,
-    "session": 1799,
+    "session": 1797,
     "snapshot": 714,
     "strategies": 429,
     "tables": 1473,

@@ -60,6 +60,17 @@ def default_servers(mode: str, world: int) -> int:
     return 0 if mode in ROUND_MODES else max(1, world // 4)
 
 
+def check_backup_workers(config: Config, workers: int) -> None:
+    """Check that a round has a gradient to wait for.
+
+    Raises:
+        UserError: If every worker is a backup worker.
+    """
+    if config.backup_workers >= workers:
+        got = f"backup_workers {config.backup_workers} of {workers} workers"
+        raise UserError(got, f"backup_workers <= {workers - 1}", "a round needs a gradient")
+
+
 def training(world: int, evaluators: int) -> int:
     """Return the number of ranks that train; the last ranks of the world are evaluators.
 

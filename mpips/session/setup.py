@@ -21,7 +21,7 @@ from mpips.health.watchdog import watched
 from mpips.kernels.cache import compiling
 from mpips.launch import heartbeat
 from mpips.layout import Layout
-from mpips.layout.roles import Roles, roles_of
+from mpips.layout.roles import Roles, check_backup_workers, roles_of
 from mpips.mpi import signals
 from mpips.mpi.collective_errors import (
     CollectiveError,
@@ -308,9 +308,7 @@ def _roles(config: Config, ranks: Cluster, evaluate: bool) -> Roles:
         from mpips.session import tensorboard
 
         tensorboard.check()
-    if config.backup_workers >= workers:
-        got = f"backup_workers {config.backup_workers} of {workers} workers"
-        raise UserError(got, f"backup_workers <= {workers - 1}", "a round needs a gradient")
+    check_backup_workers(config, workers)
     return roles
 
 

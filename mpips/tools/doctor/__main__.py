@@ -56,7 +56,7 @@ def read_options(args: argparse.Namespace) -> Options:
     if args.node_size < 0:
         raise UserError(f"--node-size {args.node_size}", "an integer >= 0")
     if not 0 < args.limit < 1e6:
-        raise UserError(f"--limit {args.limit}", "seconds > 0")
+        raise UserError(f"--limit {args.limit:g}", "seconds > 0, and fewer than a million")
     return Options(args.node_size, args.out, args.json, args.limit, args.parameters)
 
 
