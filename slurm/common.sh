@@ -24,9 +24,10 @@ prepare() {
     # As by hand, without set -e: it would end the job where the last line is `[ ... ] && ...`.
     # shellcheck source=site.sh.example
     if [ -r "$site" ]; then
-        trap 'refuse "$site has ended this shell, expected no exit in it"' EXIT
+        loading=$site    # the trap stays: site.sh may have set its own in its place
+        trap 'if [ "$loading" ]; then refuse "$loading ends this shell, expected no exit"; fi' EXIT
         . "$site" || say "$site has ended with $?"
-        trap - EXIT
+        loading=''
     fi
     set -u
     unset SLURM_EXPORT_ENV    # of sbatch --export=...: the ranks need what this shell has

@@ -358,13 +358,15 @@ def test_environment_of_the_ranks(batch: Batch) -> None:
     assert "\nto all\n" in batch.log
     site = batch.folder / "my clone" / "slurm" / "site.sh"
     shutil.copytree(SCRIPTS, site.parent)
-    site.write_text("LAUNCHER=mpirun LAUNCHER_FLAGS='-genv A B'\nfalse\n[ -d no ] && cd no\n")
+    odd = "trap 'echo removes its files' EXIT\nfalse\n[ -d no ] && cd no\n"
+    site.write_text(f"LAUNCHER=mpirun LAUNCHER_FLAGS='-genv A B'\n{odd}")
     batch.run("--lr=1", ranks="exit 2", script=site.with_name("train.sbatch"))
     assert re.search(r"4 ranks on \S+ by mpirun .*-genv A B$", batch.log, re.M)
+    assert batch.log.endswith("\nremoves its files\n")
     site.write_text("exit\n")
     batch.run("--lr=1", script=site.with_name("train.sbatch"))
     assert batch.code == 2, "it would look as if it had trained"
-    assert f"mpips: {site} has ended this shell, expected no exit in it\n" in batch.log
+    assert f"mpips: {site} ends this shell, expected no exit\n" in batch.log
     site.write_text("PATH=/usr/bin:/bin\n")
     batch.run("--lr=1", script=site.with_name("train.sbatch"))
     assert batch.code == 2
