@@ -283,9 +283,11 @@ def _world(known: _Known) -> World:
     c, asked = known.config, known.asked
     if known.own_world and known.run is not None:
         hosts, node_of = list(known.run.hosts), list(known.run.node_of)
-        return hosts, [
-            rank // c.node_size for rank in range(len(hosts))
-        ] if c.node_size else node_of
+        if c.node_size:  # as in a run, no node has ranks of two hosts
+            parts = [(host, rank // c.node_size) for rank, host in enumerate(hosts)]
+            numbers = {part: number for number, part in enumerate(dict.fromkeys(parts))}
+            node_of = [numbers[part] for part in parts]
+        return hosts, node_of
     ranks = asked.workers + _servers(c, asked.workers) + c.spares
     return spread(ranks, asked.nodes, c.node_size)
 

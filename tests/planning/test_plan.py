@@ -604,7 +604,7 @@ def test_a_run_beside_its_prediction(run: Path, capsys: pytest.CaptureFixture[st
     for words, roles in (
         ("--mode sync", "sync: 3 workers"),
         ("--server-ranks 0,2", "2 servers and 1 worker"),
-        ("--node-size 1", "1 server and 2 workers on 3 nodes"),
+        ("--node-size 2", "1 server and 2 workers on 3 nodes"),
     ):
         assert roles in text_of(f"--from {run} {words}")
     assert plan.main(["--from", str(run), "--nodes", "2"]) == 2
