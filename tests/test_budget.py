@@ -11,8 +11,8 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39771
-TESTS = 37901  # all lines of tests and of their helpers, likewise
+TOTAL = 39767
+TESTS = 37899  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 69,
@@ -25,7 +25,7 @@ BUDGET = {
     "failover": 868,
     "health": 707,
     "jax": 413,
-    "kernels": 1956,
+    "kernels": 1950,
     "launch": 2341,
     "layout": 440,
     "library": 1654,
@@ -40,7 +40,7 @@ BUDGET = {
     "snapshot": 714,
     "strategies": 429,
     "tables": 1473,
-    "tools": 5658,
+    "tools": 5660,
     "torch": 1700,
     "train.py": 85,
     "transport": 1652,

@@ -50,27 +50,20 @@ class _Compilation:
     @contextlib.contextmanager
     def alone(self, path: Path) -> Iterator[None]:
         """Hold the lock within this block; without one if the file system lacks locks or room."""
-        if self._lock is None:
-            self._lock = self._wait(path)
         try:
+            if self._lock is None:
+                self._wait(path)
             yield
         finally:
             if not self._keeps:
                 self.release()
 
-    def _wait(self, path: Path) -> BinaryIO | None:
-        """Return the file once it is locked; None if it cannot be made, as on a full disk."""
-        try:
-            file = path.open("ab")
-        except OSError:
-            return None
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(file)
-            while not _locked(file):
-                self.tell()
-                time.sleep(LOCKED_S)
-            stack.pop_all()
-        return file
+    def _wait(self, path: Path) -> None:
+        with contextlib.suppress(OSError):  # it cannot be made, as on a full disk
+            self._lock = path.open("ab")
+        while self._lock is not None and not _locked(self._lock):
+            self.tell()
+            time.sleep(LOCKED_S)
 
     def release(self) -> None:
         """Release the lock, so that other processes can compile."""

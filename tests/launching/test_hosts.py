@@ -68,11 +68,7 @@ def test_a_file_of_hosts(tmp_path: Path) -> None:
         ("a:2,b:2", 5, "-n 5 on hosts of 4 ranks, expected -n <= 4"),
         ("a:0", None, "'a:0' in --hosts a:0, expected names with numbers"),
         (",", None, "--hosts ',' without a host"),
-        (
-            "n[01-04]:4",
-            None,
-            r"'n\[01-04\]:4' in --hosts n\[01-04\]:4, expected names with numbers",
-        ),
+        ("n[01-04]:4", None, r"'n\[01-04\]:4' in --hosts n\[01-04\]:4, expected names"),
         ("./none", 4, "'./none' in --hosts ./none, expected names with numbers"),
     ],
 )
