@@ -41,7 +41,7 @@ class FirstNServer(Server):
         self._needed = len(cluster.roles.workers) - design.backup  # number that ends a round
         self._sum = np.zeros_like(self.params)
         self._samples, self._factors = 0, 0.0  # sums of samples, and of samples times rate factor
-        self._last: dict[int, int] = {}  # final number of pushes of each finished worker, by rank
+        self._last: dict[int, int] = {}  # final number of pushes, by finished worker
         self._in: set[int] = set()  # workers whose gradients are in the sum
         self._frozen: list[Ranges] = []  # frozen ranges of each gradient in the sum
         self._whole = self.dense.blocks
@@ -74,7 +74,7 @@ class FirstNServer(Server):
 
     def finished(self, rank: int, pushes: int) -> None:
         """See `Server.finished`; the round may end, since fewer workers can still push."""
-        self._last[rank] = pushes
+        self._last[self._cluster.roles.workers.index(rank)] = pushes
         self._end_when_due()
 
     def settle(self, step: int) -> int:
@@ -84,13 +84,13 @@ class FirstNServer(Server):
         return self.version
 
     def _end_when_due(self) -> None:
-        if self._in and (len(self._in) >= self._needed or self._live() <= self._in):
+        if self._in and (len(self._in) >= self._needed or self._others_ended()):
             self._end()
 
-    def _live(self) -> set[int]:
-        """Return the workers that may still push."""
-        ranks, last = enumerate(self._cluster.roles.workers), self._last
-        return {w for w, r in ranks if r not in last or observe(self.applied, w) < last[r]}
+    def _others_ended(self) -> bool:
+        """Return whether the workers that are not in the round push no more."""
+        ended = {w for w, last in self._last.items() if observe(self.applied, w) >= last}
+        return len(self._in | ended) == self.applied.size
 
     def _end(self) -> None:
         version, frozen, dense = self.version + 1, common(self._frozen), self.dense
