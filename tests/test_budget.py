@@ -11,8 +11,8 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39767
-TESTS = 37899  # all lines of tests and of their helpers, likewise
+TOTAL = 39770
+TESTS = 37912  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 69,
@@ -36,7 +36,7 @@ BUDGET = {
     "problems": 927,
     "ps": 2240,
     "rounds": 2386,
-    "session": 1797,
+    "session": 1800,
     "snapshot": 714,
     "strategies": 429,
     "tables": 1473,

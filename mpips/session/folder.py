@@ -243,13 +243,15 @@ def _make(out: Path, named: bool, held: bool) -> Path:
         held: Whether it is locked already: the run in it starts anew.
     """
     with writing_to(out):
-        if not held:
+        if held:
+            _clear_folders(out)
+        else:
             out = out if named else _fresh(out)
             if out.exists() and not _is_free(out):
                 raise _taken(out)
             out.mkdir(parents=True, exist_ok=True)
             claim(out)
-        _clear(out)
+            _clear(out)
     _try(out)
     return out
 
@@ -334,8 +336,9 @@ def _has_trained(out: Path) -> bool:
 
 
 def _logged(out: Path, *kinds: str) -> bool:
-    """Return whether the log of a run has a line of one of these kinds."""
-    lines = (out / METRICS).read_text(errors="replace") if (out / METRICS).is_file() else ""
+    """Return whether the log, since the run began anew last, has a line of one of these kinds."""
+    text = (out / METRICS).read_text(errors="replace") if (out / METRICS).is_file() else ""
+    lines = re.split(r'^.*"kind": "start".*"resumed": false.*$', text, flags=re.MULTILINE)[-1]
     return any(f'"kind": "{kind}"' in lines for kind in kinds)
 
 

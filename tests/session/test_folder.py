@@ -238,6 +238,19 @@ def test_what_has_trained_stays(
     assert sorted(out.rglob("*")) == before
 
 
+def test_a_run_that_begins_anew_keeps_its_log(tmp_path: Path) -> None:
+    """Only the lines since the last beginning say whether this run has trained and saved."""
+    out, begun = tmp_path / "run", '{"kind": "start", "resumed": false}\n{"kind": "train"}\n'
+    unfinished(out)
+    for log in ((out / "metrics.jsonl").read_text(), begun):
+        with (out / "metrics.jsonl").open("a") as file:
+            file.write(log)
+        before = (out / "metrics.jsonl").read_text()
+        assert not find(out, "--resume", "auto").resumed
+        release()
+        assert (out / "metrics.jsonl").read_text() == before
+
+
 def test_a_refused_job_leaves_a_link_as_it_was(tmp_path: Path) -> None:
     """A folder of a cluster's scratch disk, say, which the user has linked."""
     out = tmp_path / "run"
