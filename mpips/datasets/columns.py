@@ -195,11 +195,10 @@ class CsvTable(ColumnTable):
     format = "CSV"
 
     def _open(self) -> list[str]:
-        self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - closed by `close`
+        self._file = open(self.path, "rb")  # noqa: SIM115 - closed by `close`
         if is_compressed(self.path):
             raise damaged(self.path, f"plain {self.format}", ValueError("it is compressed"))
-        with open(self.path, "rb") as file:
-            line = file.readline()
+        line = self._file.readline()
         self._begin = len(line)
         text = line.decode("utf-8-sig").rstrip("\r\n")
         return [name.strip() for name in next(csv.reader([text], skipinitialspace=True)) or [""]]
