@@ -175,7 +175,8 @@ class Collectives(Passes):
 
     def _reduce(self, like: Any, values: Sequence[Any], op: str) -> Any:
         """Return the reduction of values of the same shape, as a value of the type of `like`."""
-        kind = object if isinstance(like, int) else None  # Python's may be larger than NumPy's
+        # Python's integers may be larger than NumPy's. The choice is the same on all workers.
+        kind = object if all(isinstance(value, int) for value in values) else None
         result = OPERATIONS[op](np.stack([np.asarray(value, kind) for value in values]), axis=0)
         return result if np.ndim(like) or not hasattr(result, "item") else result.item()
 

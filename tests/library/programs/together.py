@@ -123,6 +123,7 @@ def check_values(worker: mpips.Worker) -> None:
     ids = [*range(worker.workers)]
     assert worker.gather((worker.id, "x")) == [(k, "x") for k in ids]
     assert worker.all_reduce(2**70 + worker.id, op="sum") == len(ids) * 2**70 + sum(ids)
+    assert np.isnan(worker.all_reduce(1 if worker.id else np.nan, op="max"))
     found = worker.all_reduce(np.full(3, worker.id, "f4"))
     assert found.dtype == np.float32, found
     assert found.tolist() == [np.mean(ids)] * 3
