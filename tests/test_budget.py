@@ -11,15 +11,15 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39770
-TESTS = 37912  # all lines of tests and of their helpers, likewise
+TOTAL = 39769
+TESTS = 37911  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 69,
     "checkpoint": 1520,
     "codecs": 614,
     "config": 1255,
-    "datasets": 2651,
+    "datasets": 2650,
     "errors.py": 64,
     "extras.py": 16,
     "failover": 868,

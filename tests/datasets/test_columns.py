@@ -163,9 +163,7 @@ def test_damage_to_csv_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_lines_of_more_than_a_megabyte(tmp_path: Path) -> None:
-    names, row = (
-        ",".join(each) for each in ([f"c{k}" for k in range(200_000)], ["0.125"] * 200_000)
-    )
+    names, row = ",".join(f"c{k}" for k in range(200_000)), ",".join(["0.125"] * 200_000)
     (tmp_path / "a.csv").write_text(f"{names},y\n{row},0\n{row},1\n")
     with opened(f"{tmp_path}/a.csv::c0,c199999,y", test_fraction=0) as found:
         x, y = everything(found.train)
