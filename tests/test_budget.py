@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39769
+TOTAL = 39765
 TESTS = 37911  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
@@ -35,7 +35,7 @@ BUDGET = {
     "planning": 2537,
     "problems": 927,
     "ps": 2240,
-    "rounds": 2386,
+    "rounds": 2382,
     "session": 1800,
     "snapshot": 714,
     "strategies": 429,

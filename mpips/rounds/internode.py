@@ -213,7 +213,7 @@ class RemoteNodes:
         cluster, dtype = job.cluster, job.dtype
         push, pull, change = _packings(job, shard)
         self._arrays, self._params = cluster.arrays, params
-        self._buffers = [np.zeros(shard.size, dtype) for _ in range(2 * change)]
+        self._buffers = [np.zeros(shard.size, dtype) for _ in range(2 if change else 0)]
         owner, node = cluster.roles.owners.index(cluster.rank), cluster.node_of[cluster.rank]
         others = sorted({cluster.node_of[r] for r in cluster.roles.workers} - {node})
         nodes = ranks_of_nodes(cluster.node_of)

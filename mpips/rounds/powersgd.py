@@ -134,17 +134,13 @@ class RankRows:
 
     def cut(self, rule: Rule) -> None:
         """Use this rule from now on, and make the views of its parts of each range."""
-        self._updates: dict[int, list[tuple[Part, np.ndarray, Slots]]] = {}
         params, slots = self._node.replica, self._node.slots
+        self._updates: dict[int, list[tuple[Part, np.ndarray, Slots]]] = {}
         for flat in self._ranges:
-            self._updates[flat.start] = [
-                (
-                    part,
-                    params[part.begin : part.end],
-                    tuple(s[part.begin : part.end] for s in slots),
-                )
-                for part in rule.parts(flat.start, flat.stop)
-            ]
+            views = self._updates[flat.start] = []
+            for part in rule.parts(flat.start, flat.stop):
+                at = slice(part.begin, part.end)
+                views.append((part, params[at], tuple(slot[at] for slot in slots)))
 
     @np.errstate(over="ignore", invalid="ignore")  # what is not finite ends the run
     def compress(self, weights: np.ndarray) -> None:
