@@ -11,8 +11,8 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39765
-TESTS = 37911  # all lines of tests and of their helpers, likewise
+TOTAL = 39761
+TESTS = 37913  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 69,
@@ -32,11 +32,11 @@ BUDGET = {
     "lightning": 777,
     "mpi": 1796,
     "optim": 978,
-    "planning": 2537,
+    "planning": 2535,
     "problems": 927,
     "ps": 2240,
     "rounds": 2382,
-    "session": 1800,
+    "session": 1798,
     "snapshot": 714,
     "strategies": 429,
     "tables": 1473,

@@ -60,17 +60,6 @@ def default_servers(mode: str, world: int) -> int:
     return 0 if mode in ROUND_MODES else max(1, world // 4)
 
 
-def check_backup_workers(config: Config, workers: int) -> None:
-    """Check that a round has a gradient to wait for.
-
-    Raises:
-        UserError: If every worker is a backup worker.
-    """
-    if config.backup_workers >= workers:
-        got = f"backup_workers {config.backup_workers} of {workers} workers"
-        raise UserError(got, f"backup_workers <= {workers - 1}", "a round needs a gradient")
-
-
 def training(world: int, evaluators: int) -> int:
     """Return the number of ranks that train; the last ranks of the world are evaluators.
 
@@ -158,11 +147,15 @@ def roles_of(config: Config, hosts: Sequence[str], node_of: Sequence[int]) -> Ro
         node_of: Node number of each rank.
 
     Raises:
-        UserError: As `assign` and `with_spares`.
+        UserError: As `assign` and `with_spares`, or if every worker is a backup worker.
     """
     c = config
     found = assign(c.mode, hosts, node_of, c.servers, c.server_ranks, c.server_hosts, c.evaluators)
-    return with_spares(found, c.spares, node_of)
+    found = with_spares(found, c.spares, node_of)
+    if c.backup_workers >= (workers := len(found.workers)):
+        got = f"backup_workers {c.backup_workers} of {workers} workers"
+        raise UserError(got, f"backup_workers <= {workers - 1}", "a round needs a gradient")
+    return found
 
 
 def with_portions(

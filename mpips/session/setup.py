@@ -21,7 +21,7 @@ from mpips.health.watchdog import watched
 from mpips.kernels.cache import compiling
 from mpips.launch import heartbeat
 from mpips.layout import Layout
-from mpips.layout.roles import Roles, check_backup_workers, roles_of
+from mpips.layout.roles import Roles, roles_of
 from mpips.mpi import signals
 from mpips.mpi.collective_errors import (
     CollectiveError,
@@ -302,13 +302,11 @@ def _roles(config: Config, ranks: Cluster, evaluate: bool) -> Roles:
     if evaluate:  # needs no server: every rank evaluates a part
         return Roles((), tuple(range(ranks.world)))
     roles = roles_of(config, ranks.hosts, ranks.node_of)
-    workers = len(roles.workers)
-    check_delays(config.delays, workers)
+    check_delays(config.delays, len(roles.workers))
     if config.tensorboard:
         from mpips.session import tensorboard
 
         tensorboard.check()
-    check_backup_workers(config, workers)
     return roles
 
 

@@ -348,7 +348,6 @@ def test_units() -> None:
         (f"{WORLD} --deadline 3h", "--deadline without --search, expected --search with it"),
         (WORLD.replace("--epochs", "--search --steps"), "--search with steps 2, expected --epochs"),
         (f"{WORLD} --from nowhere", "--from nowhere, expected the folder of a run"),
-        (f"{WORLD} --mode sync --servers 1 --backup-workers 4", "4 of 4 workers, expected backup"),
         ("--compare a --json", "--compare with --from, --search or --json, expected --compare"),
         (f"{WORLD} --mode sync --codec powersgd", "--codec powersgd with --parameters, expected"),
         (f"{WORLD} --mtbf 10s", "expected checkpoints that are reached"),

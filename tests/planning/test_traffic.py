@@ -461,5 +461,8 @@ def test_worlds_that_are_only_spoken_of() -> None:
     assert "beside them 2 evaluate" in text
     with pytest.raises(UserError, match="nodes 3 with 2 ranks, expected nodes <= 2"):
         explain_alone(Config(), Question(ranks=2, nodes=3))
+    backed = resolve({"mode": "sync", "servers": 1, "backup_workers": 3})
+    with pytest.raises(UserError, match="3 of 3 workers, expected backup_workers <= 2"):
+        explain_alone(backed, Question(ranks=4, nodes=4))
     with pytest.raises(UserError, match="without a world, expected --ranks N"):
         explain_alone(Config(), Question())

@@ -19,7 +19,6 @@ from mpips.codecs import is_open
 from mpips.config import Config
 from mpips.config.names import IN_ROUNDS
 from mpips.errors import UserError, counted
-from mpips.layout.roles import check_backup_workers
 from mpips.optim import rule_of
 from mpips.planning import traffic
 from mpips.planning.explain import Topology, assumed, case_of, samples_of
@@ -176,7 +175,6 @@ def predict(config: Config, hosts: Sequence[str], node_of: Sequence[int],
     if is_open(config):
         config = assumed(config, topology)
     case = case_of(config, topology)
-    check_backup_workers(config, len(case.roles.workers))
     work = work_of(config, case, speeds)
     units = -(-facts.simulated // case.every) if facts.simulated else 0
     found = simulate(work, units)
