@@ -11,15 +11,15 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39761
-TESTS = 37913  # all lines of tests and of their helpers, likewise
+TOTAL = 39766
+TESTS = 37914  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 69,
-    "checkpoint": 1520,
+    "checkpoint": 1523,
     "codecs": 614,
     "config": 1255,
-    "datasets": 2650,
+    "datasets": 2652,
     "errors.py": 64,
     "extras.py": 16,
     "failover": 868,

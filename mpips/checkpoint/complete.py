@@ -87,7 +87,10 @@ def _claims(summary: dict[str, Any], newest: Checkpoint, asked: Config) -> Itera
         yield "batches that were not applied", pending, [], missing
         early = "the last checkpoint is from before the end of the last epoch"
         yield "epoch and position", min(allocator["cursor"], end), end, early
-        counted, n = "samples were left out, or counted twice", asked.epochs * state["n_train"]
+        counted = "samples were left out, or counted twice"
+        epoch, position = max(allocator["cursor"], end)
+        left = sum(last - first for e, first, last in allocator["pending"] if e >= asked.epochs)
+        n = epoch * state["n_train"] + position - left
         yield "samples of all epochs", state["samples"], n, counted
     if summary["stop_reason"] == "steps":
         meaning = "not every worker has done all of its steps, and no more"

@@ -53,6 +53,7 @@ class SampleAllocator:
         self.clocks = [0] * self.workers
         self.before = list(self.clocks)
         self._chunks: list[deque[Range]] = [deque() for _ in range(self.workers)]
+        self._later: list[Range] = []  # ranges of epochs that this run does not have now
         self._open: list[deque[tuple[Range, int]]] = [deque() for _ in range(self.workers)]
         self.issued = 0
         self.taken_back: list[int] = []
@@ -137,7 +138,7 @@ class SampleAllocator:
     def unfinished(self) -> list[Range]:
         """Return the ranges that were taken from the data and not applied, sorted."""
         assigned = (batch for each in self._open for batch, _ in each)
-        return sorted(chain(self.pending, *self._chunks, assigned))
+        return sorted(chain(self.pending, self._later, *self._chunks, assigned))
 
     def state(self) -> dict[str, Any]:
         """Return the state for `restore`, as plain data."""
@@ -152,13 +153,16 @@ class SampleAllocator:
 
         A range may be larger than a batch is now, as from a round of more workers. It is split,
         since a worker's buffers may hold only a batch.
+
+        Ranges of later epochs are kept for a run that has these epochs again.
         """
         epoch, position = map(int, state["cursor"])
         ranges = [(int(e), int(b), int(n)) for e, b, n in state["pending"]]
-        cursor = (epoch, position)
-        self.cursor = cursor if self.epochs is None else min(cursor, (self.epochs, 0))
-        left = (batch for batch in ranges if batch[:2] < self.cursor)
-        self.pending = deque(p for batch in left for p in pieces(batch, self.batch_size))
+        self.cursor = (epoch, position)
+        end = epoch + 1 if self.epochs is None else self.epochs
+        self._later = [batch for batch in ranges if batch[0] >= end]
+        now = (batch for batch in ranges if batch[0] < end)
+        self.pending = deque(p for batch in now for p in pieces(batch, self.batch_size))
         self.clocks = share_clocks([int(c) for c in state["clocks"]], self.workers)
         self.before = list(self.clocks)
         open_samples = sum(end - begin for _, begin, end in ranges)

@@ -604,9 +604,9 @@ def test_verify_of_a_run_says_what_a_difference_means(
 
 def test_verify_of_a_run_that_was_shortened(tmp_path: Path, capsys: Any) -> None:
     """Resumed with no more epochs than it has made, it saves nothing: its file has their number."""
-    allocator = {"clocks": [25, 25], "pending": [[2, 0, 8]], "cursor": [2, 8]}
-    state = {"allocator": allocator, "n_train": 100, "samples": 200}
-    out, ended = tmp_path / "run", {"samples": 200, "stop_reason": "epochs"}
+    allocator = {"clocks": [25, 25], "pending": [[2, 0, 8]], "cursor": [2, 12]}
+    state = {"allocator": allocator, "n_train": 100, "samples": 204}
+    out, ended = tmp_path / "run", {"samples": 204, "stop_reason": "epochs"}
     save(out / "checkpoints", 50, config="epochs = 9\n", state=state)
     (out / "config.toml").write_text("epochs = 2\n")
     (out / "summary.json").write_text(json.dumps(SUMMARY | ended))

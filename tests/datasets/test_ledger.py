@@ -142,13 +142,14 @@ def test_batches_of_another_size_do_not_depend_on_how_many_were_assigned(
 
 
 def test_a_resumed_run_of_fewer_epochs_ends_with_them() -> None:
-    """Of batches that were assigned ahead, those of later epochs are left out."""
-    allocator, resumed = (SampleAllocator(10, 4, 1, epochs=epochs) for epochs in (5, 1))
-    first, second, third, _ = [allocator.next(0) for _ in range(4)]
-    allocator.applied(0, first, second)
-    resumed.restore(allocator.state())
-    assert (drain(resumed), resumed.samples_done) == ([third], 10)
-    assert finished(resumed)
+    """Batches of later epochs that were assigned ahead, or applied, count if it has more again."""
+    first, shorter, longer = [SampleAllocator(10, 4, 2, epochs=n) for n in (2, 1, 2)]
+    late, *_, ahead = [first.next(w) for w in (0, 1, 1, 1, 1)]
+    first.applied(1, *(batch for batch, _ in first.open_to(1)[:3]))
+    shorter.restore(first.state())
+    assert (drain(shorter), shorter.samples_done, ledger.epochs_over(shorter)) == ([late], 14, 1)
+    longer.restore(shorter.state())
+    assert (drain(longer), longer.samples_done) == ([ahead, (1, 8, 10)], 20)
 
 
 def test_a_quota_counts_steps_of_resumed_runs_too() -> None:
