@@ -56,10 +56,11 @@ class Batches:
         """Return the arguments of `mpips.torch.Worker.loader`."""
         given, data = self._given, self._given.dataset
         if self._samples < len(data):
-            order = torch.arange(len(data))
+            order: Any = range(self._samples)
             if self.shuffle:
                 order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))
-            data = Subset(data, order[: self._samples].tolist())
+                order = order[: self._samples].tolist()
+            data = Subset(data, order)
         arguments = {
             "dataset": data,
             "batch_size": given.batch_size,

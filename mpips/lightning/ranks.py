@@ -162,8 +162,8 @@ class Collectives:
     @property
     def shares(self) -> bool:
         """Whether workers wait for each other at this point."""
-        alone = not self.ranks.config.in_rounds or self.apart
-        return self.ranks.works and not (self.trains and alone)
+        together = not self.trains or (self.ranks.config.in_rounds and not self.apart)
+        return self.ranks.works and together
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of the workers that wait for each other, by global rank.

@@ -153,10 +153,9 @@ class Strategy(Collectives, ParallelStrategy):
 
         Collective and blocking: as `mpips.Worker.push`.
         """
-        worker = self._fit.working()
-        before = worker.steps
+        before = self._fit.working().steps
         outcome = super().optimizer_step(Pushing(self._fit), closure, model, **kwargs)
-        progress.count(self.lightning_module.trainer, worker.steps - before)
+        progress.count(self.lightning_module.trainer, self._fit.working().steps - before)
         self._look_ahead()
         return outcome
 

@@ -351,6 +351,7 @@ def check_steps(folder: Path) -> None:
         notes, module = Notes(), Chained(WORLD.rank)
         more = {"limit_train_batches": 0.7, "accumulate_grad_batches": 2, "callbacks": [notes]}
         trainer = make(mode, folder / f"stepped-{mode}", **more)
+        assert trainer.strategy.broadcast(WORLD.rank) == 0, "before a fit, as for log_dir"
         trainer.fit(module, shuffled())
         assert trainer.global_step == module.stepped == 2 * EPOCHS, mode
         samples = {sample for _, sample in gathered(notes.samples)}
@@ -479,7 +480,6 @@ def main(folder: Path) -> None:
         check_fit(mode, folder)
     for check in (
         check_equal, check_ends, check_resumed, check_continued, check_plateau, check_steps,
-        check_uneven,
-        check_refused, check_rates, check_precisions, check_fabric,
+        check_uneven, check_refused, check_rates, check_precisions, check_fabric,
     ):  # fmt: skip
         check(folder)
