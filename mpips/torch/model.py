@@ -79,6 +79,7 @@ def _seeded(seed: int) -> Iterator[None]:
     """Seed random numbers within the block; those of NumPy and Python go on behind it."""
     before, of_numpy = random.getstate(), np.random.get_state()
     seed_generators(seed, seed, seed)
+    torch.manual_seed(seed)  # also on devices, as for dropout
     try:
         yield
     finally:
@@ -104,7 +105,7 @@ def trained_parameters(
 
 def for_numpy(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor for NumPy: a copy if it `needs_copy`, else a view."""
-    on_cpu = tensor.detach().cpu()
+    on_cpu = tensor.detach().cpu().resolve_conj().resolve_neg()
     return on_cpu.float() if on_cpu.is_floating_point() and on_cpu.itemsize < 4 else on_cpu
 
 
@@ -129,11 +130,10 @@ def needs_copy(tensor: torch.Tensor) -> bool:
     return tensor.dtype in HALVES or tensor.device.type != "cpu"
 
 
-def _copied(parameters: Sequence[torch.Tensor]) -> list[int]:
-    """Return the numbers of the parameters that need copies, or are narrower than the memory."""
-    doubles = any(p.dtype is torch.float64 for p in parameters)
-    narrow = torch.float32 if doubles else None
-    return [k for k, p in enumerate(parameters) if needs_copy(p) or p.dtype is narrow]
+def _copied(parameters: Sequence[torch.nn.Parameter]) -> dict[int, torch.nn.Parameter]:
+    """Return the parameters that need copies, or are narrower than the memory, by number."""
+    narrow = torch.float32 if torch.float64 in {p.dtype for p in parameters} else None
+    return {k: p for k, p in enumerate(parameters) if needs_copy(p) or p.dtype is narrow}
 
 
 class Initial(Mapping[str, np.ndarray]):
@@ -227,7 +227,7 @@ class Bound:
         named = list(model.named_parameters())
         self.parameters, self.unmoved = {n: p for n, p in named if n in names}, True
         self._parameters = list(self.parameters.values())
-        self.copies = Copies({k: self._parameters[k] for k in _copied(self._parameters)})
+        self.copies = Copies(_copied(self._parameters))
         self.frozen: tuple[str, ...] = ()
         self._others = {name: p for name, p in named if name not in names}
         self._tensors_by_id: dict[int, tuple[Arrays, list[torch.Tensor]]] = {}

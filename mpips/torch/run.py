@@ -164,14 +164,13 @@ class TorchProgram(Program):
             )
         return problem
 
-    def take(self, name: str, array: np.ndarray) -> None:
+    def take(self, name: str, array: np.ndarray | torch.Tensor) -> None:
         """See `Model.take`; it may also be an array that is not trained."""
         owner, last = place_of(self.model, name)
         tensor = getattr(owner, last)
         if not is_plain(tensor):
-            given: Any = array  # by `init_from` a tensor
-            is_tensor = isinstance(given, torch.Tensor)
-            setattr(owner, last, given.clone() if is_tensor else pickle.loads(given.tobytes()))
+            new = pickle.loads(array.tobytes()) if isinstance(array, np.ndarray) else array.clone()
+            setattr(owner, last, new)
             return
         if np.shape(array) != tuple(tensor.shape):  # a forward pass has changed a buffer
             tensor.data = tensor.new_empty(np.shape(array))
@@ -189,8 +188,9 @@ class TorchProgram(Program):
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors_by_name(self.model).items()}
         keys = taken(start, shapes, self.layout.names)
         for name, key in keys.items():
+            given = start[key]
             try:
-                self.take(name, start[key])
+                self.take(name, torch.tensor(given) if isinstance(given, np.ndarray) else given)
             except (TypeError, ValueError, RuntimeError) as error:
                 raise UserError(f"init_from with {key!r} ({error})", "a tensor or array") from None
         used = {*keys.values(), *self.model.state_dict()}  # which lists tied parameters twice
@@ -225,7 +225,7 @@ class TorchProgram(Program):
         tensor = getattr(*place_of(self.model, name))
         if not is_plain(tensor):
             return np.frombuffer(pickle.dumps(tensor.detach().cpu()), "u1")
-        return for_numpy(tensor.resolve_conj()).numpy()
+        return for_numpy(tensor).numpy()
 
     def _marks_now(self) -> dict[str, int]:
         return {name: check_sum(self.array(name)) for name in tensors_by_name(self.model)}
@@ -253,9 +253,9 @@ class TorchProgram(Program):
             every = start.ranks.gather(marks) or ()
             differ = {n for theirs in every if theirs for n, _ in theirs.items() ^ marks.items()}
             for name in start.ranks.share(sorted(differ), root):
-                values = start.ranks.gather(mine.get(name) if start.works else None) or ()
-                mean = _mean([value for value in values if value is not None]) if values else None
-                mine[name] = start.ranks.share(mean, root)
+                found = start.ranks.gather(mine.get(name) if start.works else None) or ()
+                values = [value for value in found if value is not None]
+                mine[name] = start.ranks.share(_mean(values) if values else None, root)
         self._buffers = start.share(mine)
 
     def samples(self, data: Any) -> TorchSamples:

@@ -59,6 +59,7 @@ class Odd(nn.Module):
         super().__init__()
         self.rows, self.wide = nn.Parameter(torch.ones(9, 9)), nn.Linear(2, 2).double()
         self.register_buffer("roots", torch.ones(2, dtype=torch.complex64).conj())
+        self.register_buffer("parts", self.roots.imag)
         self.first, self.unused = nn.Linear(6, 9), nn.Linear(3, 2)
         self.out, self.same = nn.Linear(9, 2), nn.Linear(9, 2)
         self.same.weight = self.out.weight

@@ -45,8 +45,6 @@ LINES = {  # programs with their arguments, and where they run
     "epochs,read": OTHER,  # by processes
     "begins": ONE,  # with what another run has left, or the loop's function loads
 }
-
-
 TOLD = {  # how often each prints what
     "together,tensors": {"of all workers": 2},
     "begins": {
