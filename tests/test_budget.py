@@ -11,8 +11,8 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39766
-TESTS = 37914  # all lines of tests and of their helpers, likewise
+TOTAL = 39786
+TESTS = 37920  # all lines of tests and of their helpers, likewise
 BUDGET = {
     "__init__.py": 54,
     "__main__.py": 69,
@@ -29,7 +29,7 @@ BUDGET = {
     "launch": 2341,
     "layout": 440,
     "library": 1654,
-    "lightning": 777,
+    "lightning": 797,
     "mpi": 1796,
     "optim": 978,
     "planning": 2535,

@@ -5,13 +5,16 @@ a worker knows only after its push whether the batch was its last one.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
+    Checkpoint,
+    EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelPruning,
@@ -144,11 +147,36 @@ def take_limits(trainer: Trainer, config: Config) -> None:
         trainer.gradient_clip_val = None
 
 
-def leave_end_open(trainer: Trainer) -> None:
-    """Let the run end the pass that begins, rather than a number of batches."""
+def open_epoch(trainer: Trainer, gather: Callable[[Any], list[Any]]) -> None:
+    """Let the run end the pass that begins, rather than a number of batches; see also `align`."""
+    align(trainer, gather)
     loop = trainer.fit_loop
     loop.max_batches, loop._data_fetcher.length = train_batches(trainer).share, None
     loop._combined_loader.limits = None
+
+
+def align(trainer: Trainer, gather: Callable[[Any], list[Any]]) -> None:
+    """Set the steps and batches made to the most of any worker, and what was saved to worker 0's.
+
+    In the last round of an epoch some workers have no batch, and others validate and save alone.
+    All must come alike to what they do every so many steps or batches.
+
+    Args:
+        trainer: The Trainer, at the beginning of an epoch, or behind the run.
+        gather: Returns the values of the workers that wait for each other, by global rank.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    steps = loop.automatic_optimization.optim_progress.optimizer.step
+    counted = steps, loop.manual_optimization.optim_step_progress, loop.batch_progress
+    made = loop._batches_that_stepped, *(each.total.ready for each in counted)
+    saved = [each for each in trainer.callbacks if isinstance(each, (Checkpoint, EarlyStopping))]
+    found = gather((made, [each.state_dict() for each in saved]))
+    loop._batches_that_stepped, *most = map(max, zip(*(one[0] for one in found), strict=True))
+    for progress, number in zip(counted, most, strict=True):
+        progress.total.increment_by(number - progress.total.ready)
+    if len(found) > 1:
+        for callback, state in zip(saved, found[0][1], strict=True):
+            callback.load_state_dict(state)
 
 
 def look_ahead(trainer: Trainer, passed: bool) -> None:
@@ -239,11 +267,13 @@ def _count(config: LRSchedulerConfig) -> int:
 def share_outcome(trainer: Trainer, ranks: Ranks) -> None:
     """Copy worker 0's checkpoints, metrics and steps to every rank, and the most epochs of any.
 
-    A late worker may get no batch of the last epochs.
+    In rounds the steps are the most of any, too. A late worker may get no batch of the last epochs.
 
     Collective: yes.
     """
     loop = trainer.fit_loop
+    if ranks.config.in_rounds:
+        align(trainer, partial(ranks.gather, everywhere=True))
     progress = (
         loop.epoch_loop.automatic_optimization.optim_progress,
         loop.epoch_loop.manual_optimization.optim_step_progress,

@@ -127,7 +127,7 @@ class Strategy(Collectives, ParallelStrategy):
     def on_train_start(self) -> None:
         """Begin the first epoch; in a resumed run the one in which it was stopped."""
         trainer, self.trains = self.lightning_module.trainer, True
-        self._fit.opened = lambda: progress.leave_end_open(trainer)
+        self._fit.opened = lambda: progress.open_epoch(trainer, self.gather)
         self._fit.closed = lambda: progress.end(trainer)
         signals.install()  # again, as Lightning handles SIGTERM without a saved end
         progress.take_limits(trainer, self.ranks.config)
@@ -137,6 +137,7 @@ class Strategy(Collectives, ParallelStrategy):
         rates.stepped()  # other workers may have stepped, or this one before a stop
         if self._resumes:
             progress.go_on(trainer, epoch or 0, self._fit.working().steps)
+            progress.align(trainer, self.gather)
         self._look_ahead()
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

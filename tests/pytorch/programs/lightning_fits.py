@@ -371,12 +371,18 @@ def check_steps(folder: Path) -> None:
 
 def check_uneven(folder: Path) -> None:
     """In an epoch's last round some workers have fewer batches, or none: nobody waits for them."""
-    for count, batches in ((6 * WORLD.size + 1, 1), (9 * WORLD.size + 1, 2)):
-        notes, saves = Notes(), ModelCheckpoint(folder / "uneven", every_n_train_steps=batches)
-        more = {"callbacks": [notes, saves], "accumulate_grad_batches": batches}
-        trainer = make("sync", folder / f"uneven-{batches}", **more)
+    seldom = {"val_check_interval": 2, "check_val_every_n_epoch": None}
+    cases = (6, 1, 1, {}), (9, 2, 2, {}), (6, 1, 2, {}), (9, 1, 2, seldom)
+    for case, (more_than, batches, steps, given) in enumerate(cases):
+        count = more_than * WORLD.size + 1
+        notes, by_steps = Notes(), {"every_n_train_steps": steps}
+        saved = {"monitor": "val_loss", "save_top_k": 2} if given else by_steps
+        saves = ModelCheckpoint(folder / f"saves-{case}", **saved)
+        more = {"callbacks": [notes, saves], "accumulate_grad_batches": batches, **given}
+        trainer = make("sync", folder / f"uneven-{case}", **more)
         trainer.fit(Classes(1000), DataLoader(first(count), 3), DataLoader(DATA, 64))
         assert gathered(notes.samples) == every(EPOCHS, count)
+        assert alike(np.array(trainer.global_step))
 
 
 class Odd(Classes):
