@@ -2,6 +2,7 @@
 
 import errno
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from mpips.checkpoint import ShardRecord, TableRows, begin_step
 from mpips.layout import Shard
 from mpips.snapshot.saver import NOWHERE
-from mpips.tables.saver import MOST_LINKS, TableSaver
+from mpips.tables.saver import MOST_LINKS, NotFiniteError, TableSaver
 
 ROWS = 1000
 
@@ -31,8 +32,13 @@ class Rows:
     def snapshot(self, since: bool) -> Any:
         count, self.marked = self.marked if since else self.touched, 0
         rows = TableRows(np.arange(count), np.full((count, 1), self.value, "f4"), {})
-        close = lambda: self.closed.append(True)  # noqa: E731
-        return SimpleNamespace(count=count, pieces=rows.pieces, close=close)
+
+        def pieces() -> Iterator[TableRows]:
+            if not np.isfinite(self.value):
+                raise NotFiniteError
+            yield from rows.pieces()
+
+        return SimpleNamespace(count=count, pieces=pieces, close=lambda: self.closed.append(True))
 
 
 class Saves:
