@@ -1,9 +1,9 @@
-"""Timeline of a job's ranks, from a run with --trace: ``python -m mpips trace RUN``.
+"""Timeline of a job's ranks: ``python -m mpips trace RUN``.
 
-Writes a timeline for https://ui.perfetto.dev and chrome://tracing. Prints the share of each phase
-in the time of each rank and in the critical path, the chain of work and waits that determines the
-job's time. For a run of several jobs, this is the last job, or the one of --job. The command does
-not start MPI.
+Reads what a run with --trace has left. Writes a timeline for https://ui.perfetto.dev and
+chrome://tracing. Prints the share of each phase in the time of each rank and in the critical path,
+the chain of work and waits that determines the job's time. For a run of several jobs, this is the
+last job, or the one of --job. The command does not start MPI.
 """
 
 import argparse
